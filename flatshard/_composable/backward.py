@@ -27,9 +27,20 @@ from flatshard._base.errors import name_list
 from flatshard._composable.claims import Reason
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, made_units
+from flatshard._composable.to_come import (
+    another_may_come_first,
+    comes_again,
+    has_gradients,
+    is_completed_by,
+    is_over,
+    may_get_gradients,
+    was_completed,
+    was_left,
+)
 from flatshard._composable.unit_backward import (
     AWAITING,
+    COMPLETE,
     IDLE,
     AwaitedGradients,
     ForwardRecord,
@@ -43,29 +54,6 @@ _BACKWARD_PRE = BackwardPrefetch.BACKWARD_PRE  # for each step: see lifetime.py
 _referent: Any = weakref.ref.__call__
 # Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def _may_come(unit: Unit) -> bool:
-    """Return whether gradients of ``unit`` may still come, in the running graph task or one around it."""
-    now = unit.graph.now
-    return (now is not None and now.state in (AWAITING, IDLE)) or unit.count_expected_gradients() > 0
-
-
-def may_reach_inside(unit: Unit) -> bool:
-    """Return whether the backward may yet reach a unit inside ``unit``."""
-    return not all(u.graph.is_reached for u in units_below(unit.module))
-
-
-def _may_come_first(unit: Unit) -> bool:
-    """Return whether backward may yet reach a unit to reduce before ``unit``: inside it, or between two of its forwards."""
-    if any(u.turn > unit.turn and not u.graph.is_reached for u in units_below(unit.module)):
-        return True
-    record = None if unit.graph.now is None else unit.graph.now.last_forward
-    while record is not None:
-        if record.unit.turn > unit.turn and not record.unit.graph.is_reached:
-            return True
-        record = record.previous
-    return False
 
 
 class Backward:
@@ -150,7 +138,7 @@ class Backward:
         task, unit = current_graph_task(), record.unit
         record.reached_in = task
         now = unit.graph.now or self.touch(unit)
-        if now.completed_in != task:
+        if now.completed_in != task:  # `was_completed`, without a call
             self.await_gradients(unit)
         now.open_forwards = (now.open_forwards or 0) + 1
         now.last_forward = record
@@ -161,15 +149,15 @@ class Backward:
     def reach_recomputed(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
-        if self._idle and not unit.graph.comes_again(unit.handle.gradients.accumulators.nodes):
+        if self._idle and not comes_again(unit):
             self._complete_idle(unit, [u for u in self._idle if unit not in units_below(u.module)])
 
     def _complete_idle(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
-        over = [u for u in idle if u not in unit.needs and _completes_in(u, task) and u.is_over]
+        over = [u for u in idle if u not in unit.needs and is_completed_by(u, task) and is_over(u)]
         if over:
-            to_come = any(u.count_expected_gradients() for queue in ReductionQueue.every for u in queue.units())
+            to_come = any(has_gradients(u) for queue in ReductionQueue.every for u in queue.units())
             self._complete_unused(over, to_come or self._bring_gradients(self._tasks), early=True)
 
     @staticmethod
@@ -181,7 +169,7 @@ class Backward:
         if (now := unit.graph.now) is None:
             return True
         now.open_forwards = max(0, (now.open_forwards or 0) - 1)
-        return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
+        return was_left(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
 
     def postpone(self, unit: Unit) -> None:
         """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
@@ -201,7 +189,7 @@ class Backward:
         if now.complete(early) or reduces:
             if unit.handle.gradients.reduces:
                 self._ready.add(unit)
-                self._queue.reduce(self._ready, _may_come, _may_come_first)
+                self._queue.reduce(self._ready, may_get_gradients, another_may_come_first)
             else:
                 unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
         elif unit not in self._ready and not unit.handle.gradients.is_unreduced:
@@ -217,7 +205,7 @@ class Backward:
             self._context.set_backward(None)  # before hooks of the user, which run outside of it
         try:
             brings_gradients = self._bring_gradients((task,))
-            self._complete_unused([u for u in self._queue.units() if _completes_in(u, task)], brings_gradients)
+            self._complete_unused([u for u in self._queue.units() if is_completed_by(u, task)], brings_gradients)
             if not self._tasks:
                 self._reduce_rest(brings_gradients)
         except BaseException:
@@ -312,25 +300,17 @@ class Backward:
         self._forget_touched()
 
 
-def _completes_in(unit: Unit, task: int) -> bool:
-    """Return whether graph task ``task`` completes ``unit``."""
-    now = unit.graph.now
-    return now is not None and now.awaited is not None and now.awaited.task == task
-
-
-def was_completed(unit: Unit) -> bool:
-    """Return whether the running graph task has completed ``unit``."""
-    return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
-
-
-def has_left_first(unit: Unit) -> bool:
-    """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if (now := unit.graph.now) is None or now.open_forwards != 0:
-        return False
-    before = None if now.last_forward is None else now.last_forward.previous
-    while before is not None and before.unit is not unit:
-        before = before.previous
-    return before is None
+def make_room(unit: Unit) -> None:
+    """Free memory of other units that ``unit`` needs. unsharded.py, [Note: Static buffers]"""
+    unit.context.prefetcher.free_unused()
+    for other in made_units.values():  # that stay until the end of the backward, though their values are not needed
+        now, are_all = other.graph.now, other.handle.gradients.accumulators.are_all
+        if now is None or not are_all or now.state <= AWAITING:
+            continue
+        if now.state is COMPLETE or is_over(other):
+            other.release(Reason.ROOM_NEEDED)
+    if not unit.history.live_forwards:
+        unit.handle.memory.unblock()
 
 
 def gather(unit: Unit) -> None:
@@ -376,7 +356,7 @@ def prefetch(record: ForwardRecord[Unit]) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.graph.now is None or unit.graph.now.completed_in != task:
+        if (now := unit.graph.now) is None or now.completed_in != task:  # `was_completed`, without a call
             for needed in unit.needs:
                 if needed.graph.now is None:
                     Backward.of(unit).touch(needed)

@@ -44,12 +44,10 @@ from flatshard._composable.backward import (
     gather,
     gather_ahead,
     gather_last_inside,
-    has_left_first,
-    may_reach_inside,
+    make_room,
     prefetch,
     prefetch_after,
     prefetches_before,
-    was_completed,
 )
 from flatshard._composable.claims import FORWARD_ENDED, GRADIENTS_CAME, INPUTS_LEFT, VALUES, Claim, Reason
 from flatshard._composable.extensions import ForwardFeature
@@ -66,11 +64,10 @@ from flatshard._composable.outputs import (
     with_new_nodes,
 )
 from flatshard._composable.state import Forward, Unit
+from flatshard._composable.to_come import is_over, may_get_more, was_completed, was_left
 from flatshard._composable.unit_backward import (
-    AWAITING,
     COMPLETE,
-    COMPLETE_EARLY,
-    IDLE,
+    TOUCHED,
     AwaitedGradients,
     Way,
     current_graph_task,
@@ -103,6 +100,7 @@ class UnitHooks:
     def __init__(self, unit: Unit, features: Sequence[ForwardFeature]) -> None:
         self.unit = unit
         unit.features = features
+        unit.handle.memory.make_room = functools.partial(make_room, unit)
         # The methods that features override, by seam. extensions.py, [Note: Features]
         self._instead = [
             (each.wants_instead, each.instead) for each in features if type(each).instead is not ForwardFeature.instead
@@ -298,7 +296,7 @@ class UnitHooks:
                 context.prefetcher.stop_keeping(needed)
             if in_backward:
                 # If its gradients are still awaited, this was a recomputation, and backward is about to use them.
-                if in_use or (now := needed.graph.now) is None or now.state not in (AWAITING, IDLE, COMPLETE_EARLY):
+                if in_use or (now := needed.graph.now) is None or now.state in (TOUCHED, COMPLETE):
                     needed.show()
             elif leaks or (comes_back and needed.config.stays_for_backward(outermost)):
                 needed.show()
@@ -436,11 +434,10 @@ class UnitHooks:
         # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
         if now.awaited.finishes_previous_at:
             self.finish_previous()
-        nodes = unit.handle.gradients.accumulators.nodes
-        if unit.graph.comes_again(nodes) or (now.lacks_some and may_reach_inside(unit)):
+        if may_get_more(unit):
             backward.postpone(unit)
             return
-        done = unit.is_done_with_gradients or has_left_first(unit)
+        done = unit.is_done_with_gradients or was_left(unit)
         if done:  # before the reduction input is allocated
             unit.release(GRADIENTS_CAME)
         backward.complete(unit)
@@ -449,10 +446,8 @@ class UnitHooks:
 
     def post_backward(self) -> None:
         """Free the unit if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
-        unit, now = self.unit, self.unit.graph.now
-        accumulators = unit.handle.gradients.accumulators
-        is_over = not ((now is not None and now.has_pending) or unit.graph.comes_again(accumulators.nodes))
-        if Backward.leave_forward(unit) and (is_over or not accumulators.are_all):
+        unit = self.unit
+        if Backward.leave_forward(unit) and (not unit.handle.gradients.accumulators.are_all or is_over(unit)):
             unit.release(INPUTS_LEFT)
             if unit.config.backward_prefetch is BACKWARD_POST:
                 prefetch_after(unit)

@@ -25,15 +25,7 @@ from flatshard._composable.claims import BUFFER, NOTHING, Claim, Claims, Need, R
 from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import (
-    AWAITING,
-    COMPLETE,
-    ForwardRecord,
-    UnitGraph,
-    UnitHistory,
-    current_graph_task,
-    how_many_run,
-)
+from flatshard._composable.unit_backward import ForwardRecord, UnitGraph, UnitHistory, current_graph_task
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
@@ -78,18 +70,8 @@ class Unit:
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
-        self.handle.memory.make_room = self._make_room
         for ranks in self.handle.all_ranks:
             ranks.label.describe_by(self.handle)
-
-    def _make_room(self) -> None:
-        """Free memory of other units that this one needs. unsharded.py, [Note: Static buffers]"""
-        self.context.prefetcher.free_unused()
-        for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
-            if unit.is_over and unit.handle.gradients.accumulators.are_all:
-                unit.release(Reason.ROOM_NEEDED)
-        if not self.history.live_forwards:
-            self.handle.memory.unblock()
 
     def move(self, context: Context, runtime: Runtime) -> None:
         """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
@@ -108,18 +90,6 @@ class Unit:
                 unclaimed = claim.shows
                 break
         self.handle.registrations.show(unclaimed)
-
-    def count_expected_gradients(self) -> int:
-        """Return how many gradients the running graph task has for the unit."""
-        return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.graph.stand_ins)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
-        now = self.graph.now
-        if now is None or now.state <= AWAITING or now.has_pending:
-            return False
-        return now.state is COMPLETE or not self.graph.comes_again(self.handle.gradients.accumulators.nodes)
 
     def release(self, reason: Reason, forward_graph: object = None) -> None:
         """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]

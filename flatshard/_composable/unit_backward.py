@@ -141,11 +141,6 @@ class UnitBackward(Generic[U]):
         """Whether the backward has reached the unit, beyond gathering it."""
         return self.state > TOUCHED
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether gradients are still to come that graph tasks have for the unit."""
-        return self.awaited is not None and self.awaited.pending > 0
-
     def reach(
         self, task: int, accumulators: Accumulators, stand_ins: Collection[Node], finishes_early: bool
     ) -> AwaitedGradients:
@@ -195,23 +190,10 @@ class Way(Generic[U]):
     It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
     """
 
-    __slots__ = ("__weakref__", "_after", "record")
+    __slots__ = ("__weakref__", "after", "record")
 
     def __init__(self, record: ForwardRecord[U], node: Node) -> None:
-        self.record, self._after = record, node.next_functions
-
-    def runs(self) -> bool:
-        """Return whether the running graph task comes this way, or has come."""
-        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
-
-    def ends_in(self, leaves: Collection[Node]) -> bool:
-        """Return whether it leads to one of ``leaves``, and to leaves only, as an embedding's does.
-
-        Graphs share leaves, so ``runs`` cannot tell them apart. But it need not: that leaf's gradient comes later.
-        """
-        return any(node in leaves for node, _ in self._after) and not any(
-            node.next_functions for node, _ in self._after if node is not None
-        )
+        self.record, self.after = record, node.next_functions
 
 
 class UnitGraph(Generic[U]):
@@ -221,36 +203,17 @@ class UnitGraph(Generic[U]):
     cycle, so they must not refer to the unit.
     """
 
-    __slots__ = ("_ways", "now", "stand_ins")
+    __slots__ = ("now", "stand_ins", "ways")
 
     def __init__(self) -> None:
         self.now: UnitBackward[U] | None = None  # None if no backward under way has gathered or reached the unit
-        self._ways: list[weakref.ref[Way[U]]] = []  # to forwards whose graphs are alive
+        self.ways: list[weakref.ref[Way[U]]] = []  # to forwards whose graphs are alive
         # Extra leaves that stand for the parameters where a rank passes the unit by. Their gradients count, too.
         self.stand_ins: list[Node] = []
 
     def add_way(self, way: Way[U]) -> None:
         """Record that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
-        self._ways.append(weakref.ref(way, self._ways.remove))
-
-    def comes_again(self, leaves: Collection[Node]) -> bool:
-        """Return whether the running graph task will reach another forward of the unit, or of one that needs it.
-
-        ``leaves``: the nodes that accumulate gradients of the unit's parameters.
-        """
-        task = current_graph_task()
-        for ref in [*self._ways]:
-            way = ref()
-            if way is None or way.record.reached_in == task or not way.runs():
-                continue
-            if not way.ends_in((*leaves, *self.stand_ins)):
-                return True
-        return False
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the running backward has reached the unit, beyond gathering it."""
-        return (now := self.now) is not None and now.is_reached
+        self.ways.append(weakref.ref(way, self.ways.remove))
 
 
 class UnitHistory(Generic[U]):

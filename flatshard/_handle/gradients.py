@@ -215,7 +215,9 @@ class GradSlices:
         if self._dtypes is not None:  # grad_dtype.py, [Note: The dtype of a gradient]
             grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
         if self._infos:
-            retype([grads[index] for index in self._marked], ShardedGradient, "_flatshard_info", self._infos)
+            marked = [grads[index] for index in self._marked]  # as `retype` does, without a call
+            consume(map(setattr, marked, itertools.repeat("__class__"), itertools.repeat(ShardedGradient)))
+            consume(map(setattr, marked, itertools.repeat("_flatshard_info"), self._infos))
         return grads
 
 

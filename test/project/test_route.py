@@ -16,8 +16,8 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "construct": (1372, 53, 399),
     "forward": (329, 17, 167),
     "forward, a unit": (88, 16, 43),
-    "backward": (636, 18, 282),
-    "backward, a unit": (203, 17, 87),
+    "backward": (636, 18, 276),
+    "backward, a unit": (203, 17, 86),
     "optimizer": (26, 4, 4),
     "state_dict": (98, 7, 72),
 }

@@ -1,0 +1,109 @@
+"""Is a unit over in the running backward, or is something of it still to come? Each question about it is a function here.
+
+Some are about the running graph task, a run of autograd's engine; a reentrant checkpoint runs one inside another. The
+README has them as a table: "Is a unit over, or still to come?".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.autograd.graph import Node
+
+from flatshard._composable.find import units_below
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_backward import AWAITING, IDLE, current_graph_task, how_many_run
+
+# -- is it over? -------------------------------------------------------------------------------------------------------
+
+
+def is_over(unit: Unit) -> bool:
+    """Return whether all awaited gradients of ``unit`` have come, and the graph task reaches no other forward of it."""
+    now = unit.graph.now
+    return (now is None or now.awaited is None or not now.awaited.pending) and not comes_again(unit)
+
+
+def was_completed(unit: Unit) -> bool:
+    """Return whether the graph task has completed ``unit``."""
+    return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
+
+
+def was_left(unit: Unit) -> bool:
+    """Return whether backward has left all forwards of ``unit`` that it has reached, and the first in its pass is one."""
+    if (now := unit.graph.now) is None or now.open_forwards != 0:
+        return False
+    before = None if now.last_forward is None else now.last_forward.previous
+    while before is not None and before.unit is not unit:
+        before = before.previous
+    return before is None
+
+
+# -- is it to come? ----------------------------------------------------------------------------------------------------
+
+
+def comes_again(unit: Unit) -> bool:
+    """Return whether the graph task will reach another forward of ``unit``, or of a unit that uses its tied parameters."""
+    task = current_graph_task()
+    for ref in [*unit.graph.ways]:
+        way = ref()
+        if way is None or way.record.reached_in == task:
+            continue
+        after = [node for node, _ in way.after if node is not None]
+        if how_many_run(after) == len(after) and not _is_a_last_one(after, unit):
+            return True
+    return False
+
+
+def _is_a_last_one(after: Collection[Node], unit: Unit) -> bool:
+    """Return whether one of the nodes ``after`` a way accumulates a gradient of ``unit``, and all of them are leaves.
+
+    An embedding's are. Graphs share leaves, so a leaf that runs does not tell which of the graphs runs. But it need not: the
+    gradient of the leaf comes later.
+    """
+    leaves = (*unit.handle.gradients.accumulators.nodes, *unit.graph.stand_ins)
+    return any(node in leaves for node in after) and not any(node.next_functions for node in after)
+
+
+def has_gradients(unit: Unit) -> bool:
+    """Return whether the graph task has, or had, gradients for ``unit``."""
+    return how_many_run(unit.handle.gradients.accumulators.nodes) + how_many_run(unit.graph.stand_ins) > 0
+
+
+def is_completed_by(unit: Unit, task: int) -> bool:
+    """Return whether ``unit`` is awaited or idle, and the end of graph task ``task``, the first to reach it, completes it."""
+    return (now := unit.graph.now) is not None and (awaited := now.awaited) is not None and awaited.task == task
+
+
+def may_get_gradients(unit: Unit) -> bool:
+    """Return whether the backward awaits gradients of ``unit``, has made it idle, or has gradients for it."""
+    return ((now := unit.graph.now) is not None and now.state in (AWAITING, IDLE)) or has_gradients(unit)
+
+
+def may_get_more(unit: Unit) -> bool:
+    """Return whether ``unit`` comes again, or lacks parameters while the backward has not reached all units inside it.
+
+    A reentrant checkpoint may run these with the parameters that are missing.
+    """
+    now = unit.graph.now
+    return comes_again(unit) or (
+        now is not None and now.lacks_some and not all(map(_is_reached, units_below(unit.module)))
+    )
+
+
+# -- does another come first? ------------------------------------------------------------------------------------------
+
+
+def another_may_come_first(unit: Unit) -> bool:
+    """Return whether backward has yet to reach a unit with a later turn: inside ``unit``, or between two forwards of it."""
+    if any(u.turn > unit.turn and not _is_reached(u) for u in units_below(unit.module)):
+        return True
+    record = None if unit.graph.now is None else unit.graph.now.last_forward
+    while record is not None:
+        if record.unit.turn > unit.turn and not _is_reached(record.unit):
+            return True
+        record = record.previous
+    return False
+
+
+def _is_reached(unit: Unit) -> bool:
+    return (now := unit.graph.now) is not None and now.is_reached
