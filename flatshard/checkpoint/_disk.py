@@ -63,6 +63,13 @@ def write(file: int, buffers: Sequence[memoryview]) -> None:
             buffer = buffer[os.write(file, buffer) :]
 
 
+def write_at(file: int, buffer: memoryview, at: int) -> None:
+    """Write all of ``buffer`` from byte ``at`` on."""
+    while buffer:
+        count = os.pwrite(file, buffer, at)
+        buffer, at = buffer[count:], at + count
+
+
 def read(file: int, buffer: memoryview, at: int) -> None:
     """Fill ``buffer`` with the bytes from ``at`` on.
 
@@ -74,6 +81,15 @@ def read(file: int, buffer: memoryview, at: int) -> None:
         if not count:
             raise ValueError("a file of the checkpoint has been cut off while it was read")
         buffer, at = buffer[count:], at + count
+
+
+def begin_flush(file: int, at: int, nbytes: int) -> bool:
+    """Let the disk begin with these bytes, and return whether it does: not with few."""
+    if nbytes < _EARLY or sys.platform != "linux":
+        return False
+    # Linux starts to write these bytes, and waits for nothing. It forgets none, as they are not on the disk yet.
+    os.posix_fadvise(file, at, nbytes, os.POSIX_FADV_DONTNEED)
+    return True
 
 
 def flush(file: int) -> None:
@@ -126,9 +142,7 @@ class NewFile:
         with self._named():
             write(self._file, [memoryview(buffer) for buffer in buffers if len(buffer)])
         self._end += sum(map(len, buffers))
-        if self._end - self._begun >= _EARLY and sys.platform == "linux":
-            # Linux starts to write these bytes, and waits for nothing. It forgets none, as they are not on the disk yet.
-            os.posix_fadvise(self._file, self._begun, self._end - self._begun, os.POSIX_FADV_DONTNEED)
+        if begin_flush(self._file, self._begun, self._end - self._begun):
             self._begun = self._end
 
     def flush(self) -> None:

@@ -42,12 +42,11 @@ from flatshard.checkpoint._entries import copied, sharded_state, shows_memory
 from flatshard.checkpoint._job import check_call, check_digests, make_barrier
 from flatshard.checkpoint._metadata import Body, place_of
 from flatshard.checkpoint._reader import EntryPiece, FileSystemReader, plan, read_bytes
-from flatshard.checkpoint._safetensors import DTYPES, check_value
+from flatshard.checkpoint._safetensors import DTYPES, ENDING, INDEX_ENDING, check_value
 
 Rename = Callable[[str], "str | tuple[str, Sequence[int]] | list[str] | None"]
 """Returns the name in the model of a tensor's name in the files. See :func:`load_safetensors`."""
 
-_ENDING, _INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 _MAX_HEADER = 100 * 10**6  # bytes: the limit of the safetensors package
 _MAX_DIMS = 64
 
@@ -212,7 +211,7 @@ class SafetensorsReader(FileSystemReader):
         self._versions, self._hash = {}, hashlib.blake2b(digest_size=16)
         tensors: dict[str, _FileTensor] = {}
         file = _main_file(self.path, self._name)
-        index = self._read_index(file) if file.endswith(_INDEX_ENDING) else {}
+        index = self._read_index(file) if file.endswith(INDEX_ENDING) else {}
         for each in dict.fromkeys(index.values()) or [file]:
             for tensor in self._read_header(each):
                 if tensor.name in tensors:
@@ -325,10 +324,10 @@ def _main_file(path: Path, name: str | None) -> str:
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is no folder")
     files = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
-    for ending in (_INDEX_ENDING, _ENDING):
+    for ending in (INDEX_ENDING, ENDING):
         found = [n for n in files if n.endswith(ending) and name in (None, n.removesuffix(ending))]
         if len(found) > 1:
-            hint = "" if ending == _INDEX_ENDING else ", and no index of them: copy the index, too"
+            hint = "" if ending == INDEX_ENDING else ", and no index of them: copy the index, too"
             raise ValueError(f"{str(path)!r} has {name_list(found, 3)}{hint}. To read one of them, give its name=")
         if found:
             return found[0]
@@ -341,7 +340,7 @@ def _main_file(path: Path, name: str | None) -> str:
             "process: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
     )
-    wanted = "safetensors files" if name is None else f"{name}{_ENDING} or {name}{_INDEX_ENDING}"
+    wanted = "safetensors files" if name is None else f"{name}{ENDING} or {name}{INDEX_ENDING}"
     raise ValueError(f"{str(path)!r} has no {wanted}{hint}")
 
 

@@ -126,7 +126,7 @@ def gathered(
     A value is a view of the gathered buffer. Drop it before asking for the next one, so that the buffer is freed.
     """
     barrier([flat.ranks.runtime for _, flat in flats], call)
-    _check_experts(flats)
+    check_experts(flats)
     asked = [(unit, flat) for unit, flat in flats if any(id(p) in wanted for p in flat.params)]
     for bucket in batches(asked, lambda each: each[1].layout.padded_numel * each[1].kind.dtype.itemsize, bucket_bytes):
         gatherings = [Gathering(flat) for _, flat in reversed(bucket)]
@@ -277,7 +277,7 @@ def dtype_named(name: str) -> torch.dtype:
 # -- shared ------------------------------------------------------------------------------------------------------------
 
 
-def _check_experts(flats: list[Flat]) -> None:
+def check_experts(flats: list[Flat]) -> None:
     """Raise, on all ranks, if ranks have different values of one name."""
     apart: dict[Runtime, dict[str, list[int]]] = {}
     labels: dict[Runtime, Label] = {}

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from parity import everybody
 from saving import (
+    CommunicationWatch,
     MemoryWatch,
     by_name,
     check_equal,
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint import (
     _safetensors,
     export_safetensors,
@@ -95,8 +97,8 @@ def test_whole_values(ctx) -> None:
 
 
 @ranks(2)
-def test_peak_memory_of_exports(ctx, path: str) -> None:
-    """An export needs at most one unit beyond its result. A stream holds one bucket, and so does writing files."""
+def test_peak_memory_of_exports(ctx) -> None:
+    """An export needs at most one unit beyond its result. A stream holds one bucket."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
     unit, two = flatshard.describe(model).units[1].flats[0].padded_numel * 4, 2 * 64 * 64 * 4
@@ -109,7 +111,6 @@ def test_peak_memory_of_exports(ctx, path: str) -> None:
         # Two more parameters: the caller's last, and the next.
         (lambda: deque(iter_full_params(model, bucket_bytes=1), 0), unit / 2, unit + two),
         (lambda: deque(iter_full_params(model, bucket_bytes=3 * unit), 0), 3 * unit, 3 * unit + two),
-        (lambda: export_safetensors(model, path, bucket_bytes=1), unit / 2, unit + two),
     ):
         with MemoryWatch() as watch:
             found = export()
@@ -207,7 +208,7 @@ def test_files_and_index(ctx, path: str) -> None:
         for limit, files in ((10**9, 1), (400, None), (1, len(once()))):
             ctx.note(f"{strategy.name}, {limit}")
             at = Path(path) / f"{number} {limit}"
-            export_safetensors(model, at, name="net.fp32", max_file_bytes=limit, bucket_bytes=1)
+            export_safetensors(model, at, name="net.fp32", max_file_bytes=limit)
             check(at, once(), files, "net.fp32")
         at = Path(path) / f"{number} cast"
         export_safetensors(model, at, dtype=torch.bfloat16)
@@ -219,19 +220,54 @@ def once() -> dict[str, Tensor]:
     return {n: v for n, v in make().state_dict().items() if n != "head.weight"}
 
 
+@ranks(2, 3)
+def test_each_rank_writes_its_shards(ctx, path: str) -> None:
+    """Every byte is written once. Nothing is gathered, and a cast has the rank's shard of one tensor at a time."""
+    for dtype, strategy in itertools.product((None, torch.bfloat16), STRATEGIES[:2]):
+        plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.BatchNorm1d(64))
+        model = fully_shard(plain, policy={nn.Linear}, strategy=strategy, process_group=ctx.group)
+        written: list[int] = []
+
+        def write(file: int, buffer: memoryview, at: int, write=disk.write_at, written=written) -> None:
+            written.append(len(buffer))
+            write(file, buffer, at)
+
+        at = Path(path) / f"{dtype} {strategy.name}"
+        with mock.patch.object(disk, "write_at", write), MemoryWatch() as memory, CommunicationWatch() as sent:
+            export_safetensors(model, at, dtype=dtype, max_file_bytes=20_000)
+        assert not sent.data
+        parts = 1 if strategy is ShardingStrategy.NO_SHARD else ctx.world_size
+        assert memory.peak <= CHECK + (0 if dtype is None else 64 * 64 * 2 // parts + 64 * 2)
+        state = full_state_dict(model, dtype=dtype)
+        assert sum(map(sum, everybody(ctx, written))) == sum(value.nbytes for value in state.values())
+        assert 1 < len(written) <= 3 * 13, "a shard is a few calls"
+
+
+STEPS = ("create", "write", "write_at", "flush", "rename")
+
+
 @ranks(2)
 def test_one_rank_that_cannot_write(ctx, path: str) -> None:
-    """If one rank cannot write, all raise, and no file is left."""
+    """If one rank cannot write, at whatever step, all raise, and no file is left."""
     model = shard(ctx, make(), policy={nn.Linear})
-    no_space = r"^export_safetensors: rank 1: OSError: \[Errno 28\] No space left on device$"
-    with pytest.MonkeyPatch.context() as patch:
-        if ctx.rank == 1:
-            full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-            patch.setattr(_safetensors._File, "put", full)
-        with pytest.raises(RuntimeError, match=no_space):
-            export_safetensors(model, path, max_file_bytes=100)
+    for step, rank, number in itertools.product(STEPS, (0, 1), (0, 1)):
+        if rank and step in ("create", "write", "rename"):  # only the first rank takes these
+            continue
+        ctx.note(f"{step} {number} on {rank}")
+        outcomes = [mock.DEFAULT] * number + [OSError(28, "No space left on device")] * 9
+        failing = mock.Mock(wraps=getattr(disk, step), side_effect=outcomes)
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == rank:
+                patch.setattr(disk, step, failing)
+            text = rf"^export_safetensors: rank {rank}: OSError: \[Errno 28\] No space left on device"
+            with pytest.raises(RuntimeError, match=text):
+                export_safetensors(model, path, max_file_bytes=100)
+        dist.barrier(ctx.group)
+        assert list(Path(path).iterdir()) == []
     dist.barrier(ctx.group)
-    assert list(Path(path).iterdir()) == []
+    elsewhere = f"{path}-{ctx.rank}"
+    with pytest.raises(RuntimeError, match=r"rank 1: .*which the first rank has made, is not here: all ranks must see"):
+        export_safetensors(model, elsewhere)
     dist.barrier(ctx.group)
     export_safetensors(model, path, max_file_bytes=100)
     before = sorted(p.name for p in Path(path).iterdir())
@@ -261,3 +297,27 @@ def test_what_torchs_writer_would_lose_is_refused(ctx, path: str) -> None:
         elif importlib.util.find_spec("safetensors"):
             dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
         dcp.save(model.state_dict(), checkpoint_id=at, no_dist=True)  # other writers keep all boxes
+
+
+@ranks(2)
+def test_an_export_that_dies(ctx, path: str) -> None:
+    """Files of a dead export have hidden names or no index. They are never loaded, and the next export replaces them."""
+    model = shard(ctx, make(), policy={nn.Linear})
+    for step, text in (("write_at", "has no safetensors files"), ("flush_directory", None), ("rename", "and no index")):
+        ctx.note(step)
+        at = f"{path} {step}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_safetensors._File, "discard", mock.Mock())
+            outcomes = [mock.DEFAULT] * 3 + [RuntimeError("died")] * 99 if step == "rename" else RuntimeError("died")
+            patch.setattr(disk, step, mock.Mock(wraps=getattr(disk, step), side_effect=outcomes))
+            with pytest.raises(RuntimeError, match="died"):
+                export_safetensors(model, at, max_file_bytes=100)
+        if text is None:  # all names are in place
+            flatshard.checkpoint.load_safetensors(model, at, process_group=ctx.group)
+            continue
+        with pytest.raises(RuntimeError, match=text):
+            flatshard.checkpoint.load_safetensors(model, at, process_group=ctx.group)
+        if step == "write_at":
+            export_safetensors(model, at, max_file_bytes=100)
+            if ctx.rank == 0:
+                check(Path(at), once())
