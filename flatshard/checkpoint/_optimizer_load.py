@@ -22,7 +22,7 @@ from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._optimizer_hooks import register_hooks
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey_optim_state_dict
 from flatshard.checkpoint._optimizer_state import State
-from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue
+from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue, own_block
 from flatshard.checkpoint._state_dict import idle_flats
 
 
@@ -139,6 +139,14 @@ def _order(names: ParamNames, stepped: list[SteppedParam], state: dict[str, Any]
     return order
 
 
+def _own_block(param: SteppedParam, value: Any) -> torch.Tensor | None:
+    """Return the value for the experts that this rank's process group has, or None if it is no value of experts."""
+    info = param.info
+    if info is None or info.parallel is None or not isinstance(value, torch.Tensor) or not value.dim():
+        return None
+    return own_block(value, info)
+
+
 class _Load:
     """A state dict by name, to be loaded into optimizers. Everything that does not fit is added to ``problems``."""
 
@@ -203,6 +211,8 @@ class _Load:
         for key, value in self.values[param.fqn].items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 self.problems.append(f"{param.fqn}: {key}: {NO_VALUES}")
+            elif needs_full and (block := _own_block(param, value)) is not None:
+                result[key] = block
             elif needs_full and isinstance(value, ShardedValue):
                 self.problems.append(
                     f"{param.fqn}: {key}: this rank needs the full value, and got its shard ({value!r}): go through "

@@ -41,7 +41,14 @@ from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._boxes import memory_dims
-from flatshard.checkpoint._sharded_value import ShardedValue, blocks_value, check_source, local_source, sharded_value
+from flatshard.checkpoint._sharded_value import (
+    ShardedValue,
+    block_value,
+    blocks_value,
+    check_source,
+    local_source,
+    sharded_value,
+)
 from flatshard.checkpoint._state_dict import Flat
 
 BY_EACH_RANK = "Save optimizer.state_dict() by each rank, and load it on the same rank of as many"
@@ -99,6 +106,24 @@ class SteppedParam:
         if problem := check_source(self.info, value.dtype, value):
             raise ValueError(problem)
         return local_source(self.info, value).clone()
+
+    def as_owned(self, key: str, value: Any) -> Any:
+        """Return a value of the rank that steps the parameter as state dicts hold it: a DTensor's is for its own experts.
+
+        Raises:
+            NotImplementedError: the value has another shape than the experts.
+        """
+        info = self.info
+        if info is None or info.parallel is None or not info.parallel.is_sharded:
+            return value
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedValue) or not value.dim():
+            return value
+        if tuple(value.shape) != tuple(info.shape):
+            raise NotImplementedError(
+                f"the optimizer's state {key!r} of {self.fqn!r} has shape {tuple(value.shape)}, the experts here have "
+                f"{tuple(info.shape)}: how it is divided is known to the optimizer alone. {BY_EACH_RANK}"
+            )
+        return block_value(value, info)
 
     def as_saved(self, key: str, value: Any, strict: bool = True) -> Any:
         """Return a value of the state as state dicts hold it: [Note: Values of an optimizer's state].

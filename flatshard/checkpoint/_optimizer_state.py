@@ -150,7 +150,12 @@ class OptimizerState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state dict, with sharded values, as ``torch.distributed.checkpoint`` takes it."""
-        return {"state": {row.param.fqn: row.values for row in self.rows if row.values}, "param_groups": self.groups}
+        state = {
+            row.param.fqn: {key: row.param.as_owned(key, value) for key, value in row.values.items()}
+            for row in self.rows
+            if row.values
+        }
+        return {"state": state, "param_groups": self.groups}
 
     def gather(self, device: torch.device | None, receives: bool) -> State:
         """Gather the full state by name, in tensors of its own, on ranks where ``receives``. All ranks must call it.
@@ -233,6 +238,8 @@ def _gather_unsharded(
     for key, at in placed.items():
         if at.placement == OWNED:
             value = _from_owner(flat, row.values.get(key), at)
+            if row.param.info is not None and tuple(value.shape) == tuple(row.param.info.shape):
+                value = wrap_full(value, row.param.info)
             found[key] = export(value, device, None) if receives else None
         elif key in row.values and at.placement != SHARDED:
             found[key] = _exported(row, row.values[key], device) if receives else None

@@ -370,6 +370,21 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     return ShardedValue(local, None if is_plain else part_of(info), origin)
 
 
+def block_value(tensor: torch.Tensor, info: ShardInfo) -> ShardedValue:
+    """Return ``tensor``, of the shape of a DTensor's local tensor, as state dicts hold it. It is dense."""
+    part = dataclasses.replace(part_of(info), start=0, stop=info.numel, stride=tuple(tensor.stride()))
+    return ShardedValue(tensor.detach().as_strided((tensor.numel(),), (1,)), part, None)
+
+
+def own_block(source: torch.Tensor, info: ShardInfo) -> torch.Tensor | None:
+    """Return a copy of a DTensor's local tensor from its ``block_value`` or the full tensor, or None if it is another."""
+    own = dataclasses.replace(part_of(info), start=0, stop=info.numel)
+    if isinstance(source, ShardedValue):
+        is_own = dataclasses.replace(source.part, stride=own.stride) == own
+        return source.to_local().clone().as_strided(info.shape, source.part.stride) if is_own else None
+    return slice_part(own, source).clone().as_strided(info.shape, own.stride) if source.shape == own.shape else None
+
+
 def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per: int) -> ShardedValue:
     """Return a 1-D sharded value of ``tensor``, which has one entry for every ``per`` elements of this shard of ``param``."""
     start, shape = info.start // per, (info.numel // per,)

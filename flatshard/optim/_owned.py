@@ -52,7 +52,7 @@ class Owned(Stepped):
         index = flat.index_of(param)
         assert index is not None
         self.flat, self.index = flat, index
-        layout, work = flat.layout, work_of(full_shape(param))
+        layout, work = flat.layout, work_of(owned_shape(param))
         holders = layout.holders(index)
         self.is_cut = len(holders) > 1
         if not flat.is_whole:
@@ -65,7 +65,7 @@ class Owned(Stepped):
         self._grad: torch.Tensor | None = None
 
     def _placeholder(self) -> torch.Tensor:
-        return torch.empty((), dtype=self.param.dtype, device=self.param.device).expand(full_shape(self.param))
+        return torch.empty((), dtype=self.param.dtype, device=self.param.device).expand(owned_shape(self.param))
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +150,12 @@ def _chosen(holders: range, work: int, loads: list[int]) -> int:
     best = min(holders, key=lambda r: loads[r], default=0)
     least = min(range(len(loads)), key=lambda r: loads[r])
     return best if loads[best] <= loads[least] + work else least
+
+
+def owned_shape(param: torch.Tensor) -> torch.Size:
+    """Return the shape that an owner steps: of the full parameter, or of the experts that the owner's process group has."""
+    info = shard_info(param)
+    return full_shape(param) if info is None or info.parallel is None else torch.Size(info.shape)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

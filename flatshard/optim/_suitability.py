@@ -21,6 +21,7 @@ from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import defaults_of, params_of
 from flatshard._composable.find import flat_of
+from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
@@ -110,7 +111,8 @@ def why_unsuitable(optimizer: Optimizer) -> str | None:
     """
     if isinstance(optimizer, WholeParameterOptimizer):
         assert optimizer.inner is not None
-        if not type(optimizer.inner).__module__.startswith("torch.optim"):
+        is_divided = any(_is_divided(shard_info(param)) for param in params_of(optimizer))
+        if is_divided or not type(optimizer.inner).__module__.startswith("torch.optim"):
             with contextlib.suppress(Impossible):  # most likely it needs other arguments
                 _try(optimizer, optimizer.inner)
         return None
@@ -165,6 +167,8 @@ def _try(optimizer: Optimizer, inner: Optimizer) -> str | None:
                 continue
             ndim = max(1, len(full_shape(param)))
             by_rows = None if info is None or in_full or not info.is_cut else info.by_rows
+            if in_full and _is_divided(info):
+                by_rows = True  # rows are matrices of a stack
             block = _block_of(param)
             # Parameters with the same options that are cut alike share a trial.
             if (case := (options, ndim, by_rows, block)) in tried:
@@ -179,12 +183,23 @@ def _try(optimizer: Optimizer, inner: Optimizer) -> str | None:
                     f"parameters one by one. {allow}"
                 )
             if by_rows is not None and looks_at_whole(inner, settings, ndim, by_rows, block):
+                if in_full:
+                    raise RuntimeError(
+                        f"{name} looks at more than one matrix: in a trial it stepped a stack differently from its halves, "
+                        f"and ranks have different experts of the same parameter{which}. Use a class that steps each "
+                        f"matrix of a stack by itself, or that treats every element alone, such as AdamW. {allow}"
+                    )
                 return (
                     f"{name} looks at more than single elements: in a trial it stepped a full matrix differently from its "
                     f"shards, and ranks have shards{which}. Use flatshard.optim.WholeParameterOptimizer(params, {name}, "
                     f"...), which works in any layout, {_KEEP_WHOLE}. {allow}"
                 )
     return None
+
+
+def _is_divided(info: ShardInfo | None) -> bool:
+    """Return whether a mesh divides the parameter's matrices, before it is sharded."""
+    return info is not None and info.parallel is not None and info.parallel.is_sharded
 
 
 def _block_of(param: nn.Parameter) -> int:
@@ -206,7 +221,7 @@ def _why_not_full(params: Iterable[torch.Tensor], name: str, steps_empty: bool) 
             f"{name} looks at whole parameters, and {flat[0]} has several in one: build it on model.parameters(), not "
             "on flat_parameters(model)"
         )
-    parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
+    parallel = [i.fqn for i in infos if _is_divided(i)]
     if parallel:
         raise RuntimeError(
             f"{name} looks at whole parameters, and no rank has the whole of {name_list(parallel, 3)}, which are "

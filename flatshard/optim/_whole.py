@@ -16,8 +16,8 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import drain
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import flat_of
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
-from flatshard.optim._owned import Owned, Stepped, exchange
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard.optim._owned import Owned, Stepped, exchange, owned_shape
 from flatshard.optim._turns import in_turns
 
 LIMIT_BYTES = 2**28
@@ -46,6 +46,10 @@ class WholeParameterOptimizer(Optimizer):
     ``load_optim_state_dict`` work as with other optimizers. Parameters without a gradient are skipped; a gradient must be
     None on all ranks or on none. With ``NO_SHARD`` every rank steps all parameters; with a hybrid strategy each replica does.
 
+    Experts that a mesh divides, as DTensors of at least three dimensions with ``Shard(0)``, are stepped where they are: an
+    owner has all matrices of its part of the mesh. ``optimizer_class`` must step each matrix of such a stack by itself, as a
+    trial before the first step checks.
+
     Args:
         params: as for other optimizers: parameters of sharded modules, plain parameters, or param groups.
         optimizer_class: creates the optimizer, which must treat parameters one by one. One that combines them (LBFGS,
@@ -57,7 +61,7 @@ class WholeParameterOptimizer(Optimizer):
 
     Raises:
         ValueError: a parameter is one of ``flat_parameters()``, or is unsharded now; or ``optimizer_class`` raises it.
-        NotImplementedError: a parameter is sharded by tensor parallelism as well, so no rank could have it in full.
+        NotImplementedError: tensor parallelism shards matrices of a parameter as well, so no rank could have them in full.
     """
 
     steps_whole_parameters = True  # see `optimizers.steps_whole`
@@ -139,7 +143,7 @@ class WholeParameterOptimizer(Optimizer):
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
         assert self.inner is not None
-        return step_copy(self.inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
+        return step_copy(self.inner, group, torch.zeros(owned_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -254,7 +258,7 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
                 f"WholeParameterOptimizer cannot step {info.fqn!r}: pass model.parameters(), outside of a forward, unshard() "
                 "and summon_full_params, and not flat_parameters()"
             )
-        if info.parallel is not None and any(p.is_shard() for p in info.parallel.placements):
+        if info.parallel is not None and info.parallel.is_sharded and not info.parallel.is_stack:
             raise NotImplementedError(
                 f"WholeParameterOptimizer cannot step {info.fqn!r}, which is sharded over a tensor-parallel mesh as well "
                 f"({info.parallel.placements}): no rank could have the whole. Use an optimizer that treats every element "

@@ -220,22 +220,134 @@ def test_optimizers(ctx, name: str):
     train(ctx, plain, shard_experts(plain, expert_mesh(ctx, 2)), OPTIMIZERS[name])
 
 
-@ranks(4)
-def test_muon_beside_experts(ctx):
-    """Muon steps matrices on their owners, and AdamW steps experts, which no rank has in full."""
-    plain = make_plain()
-    model = shard_experts(plain, expert_mesh(ctx, 2))
-    matrices, cut = ([p for p in m.parameters() if len(flatshard.full_shape(p)) == 2] for m in (plain, model))
-    rest, others = ([p for p in m.parameters() if len(flatshard.full_shape(p)) != 2] for m in (plain, model))
-    optimizers = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), adamw(rest), adamw(others)]
-    optimizers.append(WholeParameterOptimizer(cut, torch.optim.Muon, lr=0.02, weight_decay=0.1))
-    for step in range(2):
+class MuonOfStacks(Optimizer):
+    """Muon that steps each matrix of a stack by itself, as training scripts with stacked experts have it."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.9, together: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "together": together})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step all parameters. ``together`` divides by the norm of the stack, in place of a matrix."""
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                update = buffer.mul_(group["momentum"]).add_(p.grad)
+                update = update / (update.norm() if group["together"] else update.norm(dim=(-2, -1), keepdim=True))
+                for _ in range(5):
+                    update = 1.5 * update - 0.5 * update @ update.mT @ update
+                p.sub_(update, alpha=group["lr"])
+
+
+def by_muon(model: nn.Module, is_sharded: bool = True) -> list[Optimizer]:
+    """Return optimizers of matrices, of experts, and of all else."""
+    dims = {p: len(flatshard.full_shape(p)) for p in model.parameters()}
+    matrices, experts, rest = ([p for p in dims if dims[p] in wanted] for wanted in ((2,), (3,), (0, 1)))
+    if is_sharded:
+        steps_matrices: Any = WholeParameterOptimizer(matrices, torch.optim.Muon, lr=0.02, weight_decay=0.1)
+        return [steps_matrices, WholeParameterOptimizer(experts, MuonOfStacks), adamw(rest)]
+    return [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), MuonOfStacks(experts), adamw(rest)]
+
+
+def train_by(ctx: Any, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], steps: range) -> None:
+    """Train models, of which the first is plain, and compare the others with it."""
+    plain, *others = models
+    for step in steps:
         x = batch(ctx, step)
         plain(x.flatten(0, 1)).square().mean().backward()
+        for model in others:
+            model(x[ctx.rank]).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        for model in others:
+            check_same(model, plain, "data")
+
+
+@pytest.mark.parametrize(
+    ("over", "strategy", "options"),
+    [(2, FULL, {}), (4, FULL, {}), (1, GRAD_OP, {}), (2, HYBRID, {}), (2, FULL, {"layout": Whole(math.inf)})],
+    ids=str,
+)
+@ranks(4)
+def test_muon_steps_each_expert(ctx, over: int, strategy: ShardingStrategy, options: dict[str, Any]):
+    """Each stack is stepped by a single one of the ranks that share it."""
+    plain = make_plain()
+    model = shard_experts(plain, expert_mesh(ctx, over, strategy), strategy, **options)
+    optimizers = by_muon(model)
+    experts = model[1].experts.up
+    steps_here = torch.tensor(int(optimizers[1].steps_here(experts)))
+    torch.distributed.all_reduce(steps_here)
+    assert int(steps_here) == (4 if strategy is HYBRID else over)
+    train_by(ctx, [plain, model], [*by_muon(plain, False), *optimizers], range(2))
+
+
+@ranks(4)
+def test_muon_of_experts_of_their_own(ctx):
+    """Each rank has matrices of its own as plain parameters, in units on ``mesh["dp"]``."""
+    mesh = expert_mesh(ctx, 2)
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False).double() for name in ("rest", "0", "1")})
+    model = nn.Sequential(copy.deepcopy(layers["rest"]), copy.deepcopy(layers[str(mesh["ep"].get_local_rank())]))
+    fully_shard(model[1], device_mesh=mesh["dp"])
+    fully_shard(model)
+    plain = nn.Sequential(layers["rest"], layers[str(mesh["ep"].get_local_rank())])
+    mine = WholeParameterOptimizer(model.parameters(), torch.optim.Muon, lr=0.02)
+    theirs = torch.optim.Muon(plain.parameters(), lr=0.02)
+    for step in range(2):
+        x = batch(ctx, step)
         model(x[ctx.rank]).square().mean().backward()
-        check_same_after(plain, model, optimizers)
-    with pytest.raises(NotImplementedError, match=r"'1\.experts\.up'.*such as AdamW"):
-        WholeParameterOptimizer([model[1].experts.up], torch.optim.Muon)
+        with flatshard.summon_full_params(model, writeback=False, with_grads=True):
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p.grad = q.grad.clone()
+        for each in (mine, theirs):
+            each.step()
+            each.zero_grad()
+        with flatshard.summon_full_params(model, writeback=False):
+            assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+@ranks(4)
+def test_optimizers_that_see_all_experts_are_refused(ctx):
+    """No rank has all experts, and some have all of their matrices."""
+    model = shard_experts(make_plain(), expert_mesh(ctx, 2))
+    model(batch(ctx, 0)[ctx.rank]).square().mean().backward()
+    experts = [model[1].experts.up]
+    for kind, options in ((torch.optim.Adafactor, {}), (MuonOfStacks, {"together": True})):
+        with pytest.raises(RuntimeError, match=r"more than one matrix: .* such as '1\.experts\.up'.*such as AdamW"):
+            WholeParameterOptimizer(experts, kind, **options).step()
+    with pytest.raises(RuntimeError, match=r"no rank has the whole of '1\.experts\.up'"):
+        torch.optim.Adafactor(experts).step()
+
+
+@pytest.mark.parametrize("kind", [1, 4, "plain"], ids=str)
+@ranks(4)
+def test_a_checkpoint_of_muon_fits_any_division_of_experts(ctx, path: str, kind: int | str):
+    plain = make_plain()
+    model = shard_experts(plain, expert_mesh(ctx, 2))
+    optimizers = by_muon(plain, False), by_muon(model)
+    train_by(ctx, [plain, model], [*optimizers[0], *optimizers[1]], range(2))
+    flatshard.save_checkpoint(path, {"model": model, **dict(zip("abc", optimizers[1], strict=True))})
+    full = flatshard.checkpoint.optim_state_dict(model, optimizers[1][1], full=True)
+    names = [name for name, _ in plain.named_parameters() if "experts" in name]
+    for name, param in zip(names, optimizers[0][1].param_groups[0]["params"], strict=True):
+        want = optimizers[0][1].state[param]["momentum_buffer"]
+        torch.testing.assert_close(full["state"][name]["momentum_buffer"], want, rtol=1e-9, atol=1e-12)
+    other = make_plain() if kind == "plain" else shard_experts(make_plain(), expert_mesh(ctx, kind))
+    loaded = by_muon(other, kind != "plain")
+    flatshard.load_checkpoint(path, {"model": other, **dict(zip("abc", loaded, strict=True))})
+    back = shard_experts(make_plain(), expert_mesh(ctx, 2))
+    back.load_state_dict(model.state_dict())
+    again = by_muon(back)
+    flatshard.load_checkpoint(path, {"model": back, "a": again[0], "c": again[2]})
+    flatshard.checkpoint.load_optim_state_dict(back, again[1], full)
+    if kind == "plain":
+        for moment, param in zip(loaded[1].state.values(), optimizers[0][1].param_groups[0]["params"], strict=True):
+            want = optimizers[0][1].state[param]["momentum_buffer"]
+            torch.testing.assert_close(moment["momentum_buffer"], want, rtol=1e-9, atol=1e-12)
+        other, loaded = back, again
+    every = [*optimizers[0], *loaded, *(again if loaded is not again else ())]
+    train_by(ctx, [plain, other, *([back] if back is not other else [])], every, range(50, 52))
 
 
 @ranks(4)

@@ -46,6 +46,16 @@ class TensorParallel(Wrapping):
         dtensor: Any = tensor
         return cls(dtensor.device_mesh, tuple(dtensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks of the mesh have different elements."""
+        return any(p.is_shard() for p in self.placements)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether ranks of the mesh have different matrices of a stack, each in full, such as experts."""
+        return len(self.shape) > 2 and all(p.dim == 0 for p in self.placements if p.is_shard())
+
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Wrapping``."""
         return local_tensor(tensor).detach()
