@@ -122,12 +122,12 @@ class RanInside(ForwardFeature):
             for each in made_units.values():
                 if (feature := each.feature(RanInside)) is not None and feature._counted is not None:
                     feature.count_trained(each)
-        return self._comes.setdefault(_key(unit, module), set())
+        return self._comes.setdefault((module, _trained[unit.runtime.number]), set())  # `_key`, without a call
 
     def count_trained(self, unit: Unit) -> None:
         """Count in the checksum of its process group which parameters of ``unit`` train now."""
         number, flats = unit.runtime.number, unit.handle.flats
-        trained = bytes(p.requires_grad for flat in flats for p in flat.params)
+        trained = bytes([p.requires_grad for flat in flats for p in flat.params])
         group, before = self._counted or (number, 0)
         self._counted = number, zlib.crc32(trained, unit.handle.ranks.label.tag)
         others = _trained.get(number, 0) - (before if group == number else 0)
