@@ -6,7 +6,8 @@ While :func:`install` is active,
   is a *violation*. So is dropping the work, unless the group has failed: the rest of its message would stay on the link;
 - memory that a storage frees or allocates is first filled with 0xFF, which is NaN in every floating-point dtype;
 - sends are delayed at random by at most ``delay`` seconds, so that works stay pending for longer;
-- :meth:`Fence.interrupt_at` raises a KeyboardInterrupt before or after a chosen wait, like Ctrl-C.
+- :meth:`Fence.interrupt_at` raises a KeyboardInterrupt before or after a chosen wait, like Ctrl-C. The wait for a header in
+  shared memory is one wait, whether it waits for a message or not. It does not spin.
 
 A rule is better than a fence of pages, which needs a thread to write at the wrong moment.
 """
@@ -25,10 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatshard._comm.shared_memory import mailboxes
+
 VERBS = ("send", "recv", "allreduce", "broadcast")
 """Methods of a group by which flatshard uses memory after the call."""
 
 REAL = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
+REAL_HEADER = mailboxes.Inbox.wait
 REAL_RESIZE = torch.UntypedStorage.resize_
 
 
@@ -85,6 +89,11 @@ class Fence:
             self._interrupt = None
             raise KeyboardInterrupt("at a wait")
 
+    @property
+    def memory_in_use(self) -> list[str]:
+        """The verbs of pending works that use memory. A message without contents may wait as long as its group lives."""
+        return [verb for verb, ranges in self.under_way.values() if ranges]
+
     def sleep(self) -> None:
         if self.delay and self._random.random() < 0.3:
             time.sleep(self.delay * self._random.random())
@@ -93,19 +102,21 @@ class Fence:
 class FencedWork:
     """A work of a process group, tracked until it ends."""
 
-    def __init__(self, fence: Fence, work: Any, verb: str, tensors: list[torch.Tensor]) -> None:
-        self._fence, self._work, self._verb = fence, work, verb
+    def __init__(self, fence: Fence, work: Any, verb: str, tensors: list[torch.Tensor], is_bell: bool) -> None:
+        self._fence, self._work, self._verb, self._is_bell = fence, work, verb, is_bell
         storages = [t.untyped_storage() for t in tensors]
         self.key = fence.made = fence.made + 1
         fence.under_way[self.key] = verb, [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
 
     def wait(self, *args: Any) -> Any:
-        self._fence.before_wait()
+        if not self._is_bell:
+            self._fence.before_wait()
         try:
             result = self._work.wait(*args)
         finally:  # after an error gloo has closed the connection
             self._fence.under_way.pop(self.key, None)
-        self._fence.after_wait()
+        if not self._is_bell:
+            self._fence.after_wait()
         return result
 
     def is_completed(self) -> bool:
@@ -126,9 +137,19 @@ def _fenced(fence: Fence, verb: str, real: Callable[..., Any]) -> Callable[..., 
             fence.sleep()
         work = real(self, tensors, *args, **kwargs)
         found = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return FencedWork(fence, work, verb, [t for t in found if t.numel()])
+        return FencedWork(fence, work, verb, [t for t in found if t.numel()], mailboxes.BELL in args)
 
     return call
+
+
+def _fenced_header(fence: Fence, real: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(self: Any, *args: Any) -> Any:
+        fence.before_wait()
+        found = real(self, *args)
+        fence.after_wait()
+        return found
+
+    return wait
 
 
 def _poison(storage: torch.UntypedStorage, start: int) -> None:
@@ -160,6 +181,8 @@ def install(delay: float = 0.0) -> Iterator[Fence]:
     fence = Fence(delay)
     before = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
     resize_before = torch.UntypedStorage.resize_
+    header, spin = mailboxes.Inbox.wait, mailboxes._SPIN
+    mailboxes.Inbox.wait, mailboxes._SPIN = _fenced_header(fence, REAL_HEADER), 0.0  # type: ignore[method-assign]
     for verb, method in REAL.items():
         setattr(dist.ProcessGroup, verb, _fenced(fence, verb, method.__func__))
     torch.UntypedStorage.resize_ = _fenced_resize(fence, REAL_RESIZE)  # type: ignore[method-assign]
@@ -168,4 +191,5 @@ def install(delay: float = 0.0) -> Iterator[Fence]:
     finally:
         for verb, method in before.items():
             setattr(dist.ProcessGroup, verb, method)
+        mailboxes.Inbox.wait, mailboxes._SPIN = header, spin  # type: ignore[method-assign]
         torch.UntypedStorage.resize_ = resize_before  # type: ignore[method-assign]

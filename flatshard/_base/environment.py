@@ -12,9 +12,10 @@ KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and 
 """``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_comm/host_memory.py``."""
 
 
-SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))
+SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "1"))
 """``FLATSHARD_SHARED_MEMORY``: ranks of one host whose collectives go over gloo read payloads of at least so many bytes in
-shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_comm/shared_memory``."""
+shared memory (by default all); 0: they never do. The first gather checks that it is the same on all ranks. See
+``_comm/shared_memory``."""
 
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")

@@ -184,8 +184,8 @@ class GlooCollectives(BuiltinCollectives):
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
     collective and each unit has a tag, so data of different units never mix.
 
-    Ranks of one host read large payloads in each other's memory, and gloo carries a header for each. The bits are the same.
-    ``FLATSHARD_SHARED_MEMORY=0`` sends everything by gloo.
+    Ranks of one host read payloads in each other's memory. The bits are the same. ``FLATSHARD_SHARED_MEMORY=0`` sends
+    everything by gloo.
 
     Example::
 
@@ -269,11 +269,12 @@ class GlooCollectives(BuiltinCollectives):
                 memory of ``receive``.
         """
         tag = (label or here.label).tag + kind
-        by_messages = functools.partial(self._exchange_messages, sent, receive, tag, combine)
-        if tag >= RESERVED or self.size == 1:
-            return by_messages()
-        if 0 < environment.SHARED_MEMORY <= sent[0].nbytes:
+        is_shared = tag < RESERVED and self.size > 1
+        if is_shared and 0 < environment.SHARED_MEMORY <= sent[0].nbytes:
             return self._share_memory().exchange(self.messages, sent, receive, tag, combine)
+        by_messages = functools.partial(self._exchange_messages, sent, receive, tag, combine)
+        if not is_shared:
+            return by_messages()
         memory = self._find_memory()
         return by_messages() if memory is None else memory.handshake.after(by_messages)
 

@@ -32,6 +32,7 @@ from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done
 from flatshard._comm.progress import NOBODY, Works, drain
+from flatshard._comm.shared_memory.mailboxes import Outbox
 from flatshard.comm import QuantizedCollectives
 
 
@@ -138,6 +139,51 @@ def test_a_rank_dies_in_the_middle_of_a_message(pool, verb: str):
     with pytest.raises(RankFailure) as e:
         pool.run(lose_a_rank_in_a_message, verb, world_size=2, timeout=40)
     assert {f.rank: (f.kind, f.type_name) for f in e.value.failures}[0] == ("raised", "Leaves"), e.value
+
+
+def lose_a_rank_at_a_header(ctx, how: str) -> None:
+    """Rank 1 ends, or stops, between its payload and its header, or after its header."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+    collectives, shard, output = GlooCollectives(group), torch.full((7,), float(ctx.rank)), torch.empty(14)
+    collectives.all_gather(output, shard, NOBODY).wait()  # runs the handshake
+    pids = torch.empty(2, dtype=torch.int64)
+    dist.all_gather_into_tensor(pids, torch.tensor([os.getpid()]), group=group)
+    put = Outbox.put
+
+    def end(*args: Any) -> None:
+        if how == "after":
+            put(*args)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stops" else signal.SIGKILL)
+        put(*args)
+
+    if ctx.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Outbox, "put", end)
+            collectives.all_gather(output, shard, NOBODY).wait()
+        return  # it stopped, and the other's header had come
+    pending = collectives.all_gather(output.zero_(), shard, NOBODY)
+    if how == "after":
+        pending.wait()
+        assert output.view(2, -1)[:, 0].tolist() == [0, 1]
+        pending = collectives.all_gather(output, shard, NOBODY)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as e:
+        pending.wait()
+    os.kill(int(pids[1]), signal.SIGCONT)
+    assert time.monotonic() - began < 10
+    raise Leaves(f"{e.value}, {e.value.__notes__}")
+
+
+@pytest.mark.parametrize("how", ["dies", "after", "stops"])
+def test_a_rank_that_shares_memory_dies_or_stops(pool, how: str):
+    """Its header, if it has one, is complete; else waits end as those for gloo's messages, and name it."""
+    with pytest.raises(RankFailure) as e:
+        pool.run(lose_a_rank_at_a_header, how, world_size=2, timeout=40)
+    failures = {f.rank: f for f in e.value.failures}
+    assert (failures[0].kind, failures[0].type_name) == ("raised", "Leaves"), e.value
+    assert re.search("while receiving from rank 1 of the group", failures[0].message)
+    assert re.search("Timed out" if how == "stops" else "onnection", failures[0].message)
+    assert [rank for rank, f in failures.items() if f.kind == "died"] == ([] if how == "stops" else [1])
 
 
 class Failing(Recording):

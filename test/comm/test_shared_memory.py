@@ -1,7 +1,7 @@
 """Payloads in shared memory: gloo's bits, whichever ranks share memory, and no segment left however ranks end.
 
 The other files of this folder test behaviour that depends on messages only: the order check, the watch, interrupts, the
-fence. ``FLATSHARD_SHARED_MEMORY=1`` runs them with every payload in shared memory, 0 with none.
+fence. ``FLATSHARD_SHARED_MEMORY=0`` runs them with no payload in shared memory.
 """
 
 import contextlib
@@ -31,15 +31,18 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import gathers_late
-from flatshard._comm.shared_memory.handshake import PeerSegment
+from flatshard._comm.progress import Label
+from flatshard._comm.shared_memory import mailboxes
+from flatshard._comm.shared_memory import segment as segments
+from flatshard._comm.shared_memory.mailboxes import CHUNK_BYTES
 from flatshard._comm.shared_memory.payloads import SharedMemory
-from flatshard._comm.shared_memory.segment import FIRST_BYTES, Segment
+from flatshard._comm.shared_memory.segment import FIRST_BYTES, PeerSegment, Segment
 from flatshard._composable.find import units_below
 from flatshard._handle.unsharded import FlatBuffer, UnshardedBuffer
 
 NUMEL = 1037
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
-HEADER = 24  # bytes
+HEADER = 24  # bytes, if gloo carries it
 
 
 @contextlib.contextmanager
@@ -93,10 +96,12 @@ def check_bits(ctx, group: Any) -> None:
             assert torch.equal(result, expected[what]), what
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @ranks(2, 3, 4)
-def test_the_bits_are_those_of_gloo(ctx) -> None:
-    with sharing():
-        group = new_group(ctx.world_size) if ctx.world_size == dist.get_world_size() else ctx.group
+def test_the_bits_are_those_of_gloo(ctx, ordered: bool) -> None:
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailboxes, "are_ordered", ordered)
+        group = new_group(ctx.world_size)
         check_bits(ctx, group)
         _, memory = in_memory(group)
         assert len(memory.handshake.peers) == len(memory.handshake.readers) == ctx.world_size - 1
@@ -105,16 +110,20 @@ def test_the_bits_are_those_of_gloo(ctx) -> None:
         assert memory.handshake.own.nbytes <= 2 * nbytes  # memory is reused
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @ranks(3)
-def test_gloo_carries_headers_alone(ctx) -> None:
+def test_gloo_carries_no_payload(ctx, ordered: bool) -> None:
+    """It carries nothing between ranks that keep step, and headers if their order in memory is not sure."""
     output, shard = torch.empty(ctx.world_size * NUMEL), torch.ones(NUMEL)
-    with sharing(4 * NUMEL):
-        collectives = GlooCollectives(ctx.group)
+    with sharing(4 * NUMEL), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailboxes, "are_ordered", ordered)
+        patch.setattr(mailboxes, "_SPIN", 30.0)
+        collectives = GlooCollectives(new_group(3))
         collectives.all_gather(output, shard).wait()  # runs the handshake
         with sent_bytes() as sent, sharing(4 * NUMEL):
             collectives.all_gather(output, shard).wait()
             collectives.reduce_scatter(shard, output).wait()
-        assert sent == 2 * (ctx.world_size - 1) * [HEADER]
+        assert sent == ([] if ordered else 2 * (ctx.world_size - 1) * [HEADER])
         with sent_bytes() as sent, sharing(4 * NUMEL):  # smaller payloads are sent as messages
             collectives.all_gather(output[: 3 * (NUMEL - 1)], shard[1:]).wait()
         assert sent == (ctx.world_size - 1) * [4 * (NUMEL - 1)]
@@ -128,7 +137,7 @@ def fill(patch: pytest.MonkeyPatch) -> None:
     real = Segment.allocate
 
     def take(self: Any, nbytes: int) -> Any:
-        if nbytes > 0:
+        if nbytes not in (0, CHUNK_BYTES):
             raise OSError(errno.ENOSPC, "no space")
         return real(self, nbytes)
 
@@ -204,6 +213,26 @@ def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx) -> None
         assert [output.view(2, -1)[:, -1].tolist() for output in outputs] == [[0, 1], [2, 3]]
 
 
+@ranks(3)
+def test_headers_find_their_collectives(ctx) -> None:
+    """Ranks issue in one order for each tag, and wait in any. They sleep, are woken, and fill many chunks of headers."""
+    labels = [Label(f"unit {number}", 4 * number) for number in range(1, 4)]
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailboxes, "_SPIN", 0.0 if ctx.rank else 1e-4)
+        collectives, order = GlooCollectives(new_group(3)), random.Random(ctx.rank)
+        for start in range(0, 200, 10):
+            issued = []
+            for label in order.sample(labels, 3):
+                for value in range(start, start + 10):
+                    output, shard = torch.empty(9), torch.full((3,), float(label.tag + 100 * value + 10**5 * ctx.rank))
+                    issued.append((label.tag + 100 * value, output, collectives.all_gather(output, shard, label)))
+            order.shuffle(issued)
+            for value, output, pending in issued:
+                pending.wait()
+                assert output.view(3, -1)[:, 1].tolist() == [value + 10**5 * rank for rank in range(3)]
+        assert not any(inbox.headers for inbox in in_memory(collectives.group)[1].handshake.inboxes.values())
+
+
 @ranks(2)
 def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
     """Each rank waits for a different group first."""
@@ -264,7 +293,7 @@ def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
             each.wait()
         dist.barrier(group)
         segment.allocate(1)
-        assert len(segment._blocks) == 1
+        assert len(segment._blocks) == 2  # the other has headers
         assert mapped_segments() == before + 2
         pending.clear()
         dist.destroy_process_group(group)
@@ -319,7 +348,7 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
             dist.barrier(ctx.group)
             lent = other = beside = None
             segment.allocate(1)
-            assert len(segment._blocks) == 1
+            assert len(segment._blocks) == 2  # the other has headers
 
 
 @ranks(2)
@@ -373,7 +402,9 @@ def held(segment: Any) -> int:
     return os.fstat(segment._fd).st_blocks * 512
 
 
-def test_memory_that_no_pass_uses_any_more_is_given_back() -> None:
+def test_memory_that_no_pass_uses_any_more_is_given_back(monkeypatch) -> None:
+    monkeypatch.setattr(segments, "_KEPT", 0)
+
     def send(nbytes: int) -> Any:
         block = segment.allocate(nbytes)
         segment.await_readers(block, [1])
@@ -411,7 +442,8 @@ def test_memory_that_no_pass_uses_any_more_is_given_back() -> None:
 
 @ranks(2)
 def test_memory_of_reductions_is_given_back_when_a_backward_has_ended(ctx) -> None:
-    with sharing():
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_KEPT", 0)
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)])
         fully_shard(model, policy={nn.Linear}, process_group=new_group(2))

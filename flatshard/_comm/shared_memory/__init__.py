@@ -1,14 +1,14 @@
-"""Payloads between ranks of one host, read where they lie in shared memory. Gloo carries a header for each.
+"""Payloads between ranks of one host, read where they lie in shared memory. A header says where.
 
-``segment.py`` allocates the memory that a rank sends from, ``handshake.py`` maps it into other ranks, and ``payloads.py``
-sends and reads payloads.
+``segment.py`` allocates the memory that a rank sends from, ``handshake.py`` maps it into other ranks, ``mailboxes.py`` sends
+headers in it, and ``payloads.py`` sends and reads payloads.
 
 [Note: Headers and payloads]
 Each rank has a segment of memory that others map. A payload lies there in a block, behind one byte for each rank. To send
-it, a rank sends a header by gloo that says where it is. A receiver waits for the header, reads the payload in the sender's
-segment, and sets its byte. When all bytes are set, the sender uses the block again. So order, tags, deaths, timeouts and the
-watch are those of gloo's messages, and a wait blocks in gloo. No rank waits until another one waits, and no thread is needed:
-in training on CPU a rank that waits has a core to spare, its own.
+it, a rank writes a header with the collective's tag to its mailbox (``mailboxes.py``). A receiver waits for the header, reads
+the payload in the sender's segment, and sets its byte. When all bytes are set, the sender uses the block again. A long wait
+blocks in gloo. So deaths, timeouts and the watch are those of gloo's messages. No rank waits until another one waits, and no
+thread is needed: in training on CPU a rank that waits has a core to spare, its own.
 
 A payload is read in one pass: a gather copies it to its place, a reduction adds it, in rank order.
 
@@ -20,11 +20,11 @@ read where it lies: an optimizer, a hook or any other code of the user may write
 and must not wait for other ranks. The same holds for this rank's shard of the gathered values, which the module may change.
 
 [Note: The handshake]
-At the first large collective of a group, ranks tell each other where their segments are, try to map them, and tell each other
+At the first collective of a group, ranks tell each other where their segments are, try to map them, and tell each other
 which they could map. If one rank cannot map another's segment (on another host, in another container, or forbidden by the
 system), payloads go by gloo in that direction. A thread does that, once for each group, and begins the collectives that have
-been issued meanwhile. Small ones are among them: messages of one tag must not overtake each other. So they begin when all
-ranks have issued the first one, whatever each of them waits for.
+been issued meanwhile. Those below ``FLATSHARD_SHARED_MEMORY`` bytes are among them: messages of one tag must not overtake
+each other. So they begin when all ranks have issued the first one, whatever each of them waits for.
 
 [Note: No room]
 A payload goes by gloo if the system has no memory for it. Its header says with which tag. Its receiver asks for it in the
@@ -41,6 +41,6 @@ inputs if another rank lags. Neither they nor received payloads take other memor
 At the end of a pass and of a backward (``release_unused``) the segment returns the memory above what both of the last two
 have used: in training, that of reductions. So it holds none for them while an optimizer steps, nor when a forward ends, after
 which activations take most memory. Blocks that other ranks have yet to read are returned at the first payload after they
-have. To return everything would save two shards more and cost as much time again: the system clears each page. Addresses
-stay, and the file is freed with its group.
+have. To return everything would save two shards more and cost as much time again: the system clears each page. The first MiB
+is kept in any case, for steps of less time than that takes. Addresses stay, and the file is freed with its group.
 """

@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
-import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from flatshard._base import trace
-from flatshard._comm.collectives import Addressed, Pending
+from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import RESERVED
-from flatshard._comm.shared_memory.segment import TOKEN_BYTES, Mapping, Segment
-
-SendMessages = Callable[[Addressed, Addressed, int], Pending]
-"""``GlooCollectives.messages``: sends tensors, receives others, with a tag."""
+from flatshard._comm.shared_memory import mailboxes
+from flatshard._comm.shared_memory.mailboxes import Inbox, Outbox, SendMessages
+from flatshard._comm.shared_memory.segment import PeerSegment, Segment
 
 _TAG = RESERVED + 1
-
-
-class PeerSegment:
-    """The segment of another rank."""
-
-    _fd = -1
-
-    def __init__(self, address: Sequence[int]) -> None:
-        """Map the segment at ``address``: see ``Segment.address``.
-
-        Raises:
-            OSError: this process cannot map it.
-        """
-        token, pid, fd, inode = address
-        path = f"/proc/{pid}/fd/{fd}"
-        found = os.stat(path)  # first, as it is safe for any file of this path on another host
-        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or not found.st_size:
-            raise OSError("it is not there")
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # kept: that rank may end before all is read
-        self.mapping = Mapping(self._fd)
-        if self.mapping.token != token.to_bytes(TOKEN_BYTES, "little", signed=True):
-            raise OSError("it is not there")
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def view(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of a payload.
-
-        Raises:
-            OSError: the segment has grown, and this process cannot map it.
-        """
-        if start + nbytes > len(self.mapping.map):
-            self.mapping = Mapping(self._fd)
-        return self.mapping.view(start, nbytes, dtype)
 
 
 class Deferred:
@@ -84,6 +45,9 @@ class Handshake:
         self.own: Segment | None = None
         self.peers: dict[int, PeerSegment] = {}  # the segments that this rank has mapped, by rank
         self.readers: list[int] = []  # the ranks that have mapped this rank's segment
+        # Headers, unless gloo carries them: mailboxes.py, [Note: The order of memory]
+        self.outbox: Outbox | None = None
+        self.inboxes: dict[int, Inbox] = {}
         self._is_over = threading.Event()  # set also when it has failed
         self._failure: BaseException | None = None
         self._deferred: list[Deferred] = []
@@ -91,6 +55,8 @@ class Handshake:
         addresses = torch.zeros(size, 4, dtype=torch.int64, device="cpu")
         try:
             self.own = Segment(size)
+            if mailboxes.are_ordered:
+                self.outbox = Outbox(self.own, self.others)
             addresses[rank] = torch.tensor(self.own.address, device="cpu")
         except (OSError, AttributeError) as e:  # an address of zeros is nobody's
             trace.logger.debug("no shared memory: %s", e)
@@ -104,6 +70,8 @@ class Handshake:
 
     def after(self, begin: Callable[[], Pending]) -> Pending:
         """Begin a collective once the handshake is over."""
+        if self._is_over.is_set() and self._failure is None:
+            return begin()
         with self._lock:
             if not self._is_over.is_set():
                 self._deferred.append(Deferred(begin, self.wait))
@@ -128,13 +96,17 @@ class Handshake:
             sent.wait()
             for rank in self.others:
                 try:
-                    self.peers[rank] = PeerSegment(addresses[rank].tolist())
+                    self.peers[rank] = peer = PeerSegment(addresses[rank].tolist())
+                    if mailboxes.are_ordered:
+                        self.inboxes[rank] = Inbox(peer, rank, self.rank, self.size)
                 except (OSError, ValueError) as e:
                     trace.logger.debug("rank %d of the group cannot read the memory of rank %d: %s", self.rank, rank, e)
             mapped = torch.zeros(self.size, self.size, dtype=torch.int64, device="cpu")
             mapped[self.rank, [*self.peers]] = 1
             self._send_row(send, mapped).wait()
             self.readers = mapped[:, self.rank].nonzero().flatten().tolist()
+            if self.outbox is not None:
+                self.outbox.address_to(self.readers)
             with self._lock:
                 while self._deferred:
                     self._deferred.pop(0).begin()

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from flatshard._base import trace
 
 TOKEN_BYTES = 8
 FIRST_BYTES = 2**16  # of a new segment: room for headers that say that there is no more
+_KEPT = 2**20  # bytes that a segment keeps once it has had them
 _ALIGNMENT = 64
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
 
@@ -24,12 +26,23 @@ def align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def first_block(size: int) -> int:
+    """Return the start of the first block in the segment of a rank of ``size``: behind the token and ``place_of_asks``."""
+    return align(TOKEN_BYTES + 8 * size)
+
+
+def place_of_asks(rank: int) -> int:
+    """Return the place, in words, of the number of bells for which ``rank`` has asked: see ``mailboxes.py``."""
+    return TOKEN_BYTES // 8 + rank
+
+
 class Mapping:
     """A segment that this process has mapped."""
 
     def __init__(self, fd: int) -> None:
         self.map = mmap.mmap(fd, 0)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.words = memoryview(self.map).cast("q")  # of 8 bytes
 
     def map_pages(self, first: int, last: int) -> None:
         """Map pages at once, if the system can. It takes longer to map each when it is first written."""
@@ -43,6 +56,9 @@ class Mapping:
     def mark(self, place: int) -> None:
         """Set the mark at ``place``: see ``Block``."""
         self.map[place] = 1
+
+    def zero(self, start: int, stop: int) -> None:
+        self.map[start:stop] = bytes(stop - start)
 
     def view(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.bytes[start : start + nbytes].view(dtype)
@@ -76,7 +92,7 @@ class Segment:
         self._blocks: list[Block] = []  # in use, by address
         self._late: list[Block] = []  # in use at the last ``release_unused``
         # Ends of blocks: below which memory is kept; the highest before the last ``release_unused``; the highest since then.
-        self._kept = self._before = self._top = 0
+        self._kept, self._before, self._top = _KEPT, 0, 0
         self._fd = os.memfd_create("flatshard")
         self._pages = bytearray()  # 1 for each page that has memory
         self._populate(0, FIRST_BYTES)
@@ -126,7 +142,7 @@ class Segment:
     def release_unused(self) -> None:
         """Return memory that is not in use. shared_memory, [Note: The size of a segment]"""
         self._drop_read_blocks()
-        self._kept, self._before, self._top = min(self._before, self._top), self._top, 0
+        self._kept, self._before, self._top = max(_KEPT, min(self._before, self._top)), self._top, 0
         for start, stop in self._gaps():
             self._return_pages(start, stop)
         self._late = [*self._blocks]
@@ -135,7 +151,7 @@ class Segment:
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Return the ranges between the blocks in use, and the one behind them."""
-        starts = [align(TOKEN_BYTES), *[block.stop for block in self._blocks]]
+        starts = [first_block(self._size), *[block.stop for block in self._blocks]]
         return list(zip(starts, [*[block.start for block in self._blocks], self.nbytes], strict=True))
 
     def _drop_read_blocks(self) -> None:
@@ -191,3 +207,43 @@ class Segment:
             if memory is not None and 0 <= address - (begin := ctypes.addressof(memory)) < block.nbytes:
                 return block, begin
         return None
+
+
+class PeerSegment:
+    """The segment of another rank."""
+
+    _fd = -1
+
+    def __init__(self, address: Sequence[int]) -> None:
+        """Map the segment at ``address``: see ``Segment.address``.
+
+        Raises:
+            OSError: this process cannot map it.
+        """
+        token, pid, fd, inode = address
+        path = f"/proc/{pid}/fd/{fd}"
+        found = os.stat(path)  # first, as it is safe for any file of this path on another host
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or not found.st_size:
+            raise OSError("it is not there")
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # kept: that rank may end before all is read
+        self.mapping = Mapping(self._fd)
+        if self.mapping.token != token.to_bytes(TOKEN_BYTES, "little", signed=True):
+            raise OSError("it is not there")
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def view(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a view of a payload. Raises as ``map_until``."""
+        self.map_until(start + nbytes)
+        return self.mapping.view(start, nbytes, dtype)
+
+    def map_until(self, stop: int) -> None:
+        """Map memory that the segment has got since.
+
+        Raises:
+            OSError: this process cannot map it.
+        """
+        if stop > len(self.mapping.map):
+            self.mapping = Mapping(self._fd)
