@@ -78,6 +78,8 @@ class Device:
     """Backend of a process group that communicates."""
     warm_up = 3
     """Number of steps until a contender is steady."""
+    training_steps = 3
+    """Number of steps whose numbers are compared with those of one process."""
 
     def __init__(self, kind: str = "cpu", index: int = 0) -> None:
         self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
@@ -89,6 +91,12 @@ class Device:
 
     def recover(self) -> None:
         """Clean up after an error in the middle of a step."""
+
+    def look_for_races(self) -> None:
+        """Look for races from now on, where the device and not the environment decides that."""
+
+    def check_races(self) -> None:
+        """Raise if races were found, which a GPU's sanitizer does itself."""
 
     def keep_busy(self) -> None:
         """Keep the current stream busy for a fraction of a millisecond, if the device has streams."""
@@ -228,6 +236,7 @@ class Simulated(Cuda):
 
     backend = "cpu:gloo,simdev:simccl"
     warm_up = 2
+    training_steps = 2
     copies = ("copy_", "memcpy", "copy from host", "copy to host", "item", "zero_")
 
     def __init__(self) -> None:
@@ -247,6 +256,15 @@ class Simulated(Cuda):
         """Run other streams first, as far as events allow, until the device is finished."""
         is_default = self.module.current_stream() == self.module.default_stream()
         self.sim.policy = "late_main" if is_default else "late_side"
+
+    def look_for_races(self) -> None:
+        self.sim.checked = True
+
+    def check_races(self) -> None:
+        races = list(self.sim.races.values())
+        self.sim.races.clear()
+        if races:
+            raise RuntimeError(f"{len(races)} races: {races[0]}")
 
     def recover(self) -> None:
         self.sim.abandon()

@@ -11,7 +11,8 @@ through the host by gloo, and the report says so. Numbers, streams, memory and g
 not, and one GPU cannot show the bandwidth between GPUs, and how much of it computation hides.
 
 It needs no answers. Each part has a time limit and processes of its own. A case that fails is a finding, and the others run;
-if a process ends or hangs, new ones run the cases that are left. The parts, in order of value:
+if a process ends or hangs, new ones run the cases that are left. Each part checks something: its verdict is right or wrong.
+On the simulated device, ``test/accelerator/test_report.py`` plants a fault in each. The parts, in order of value:
 
 - probe: sums over all ranks, and the time of small and large gathers.
 - correctness: every mode trains a small GPT on all ranks, and is compared with one process that trains on the full batch
@@ -21,8 +22,8 @@ if a process ends or hangs, new ones run the cases that are left. The parts, in 
 - step: ``one_gpu.py``: a GPT of 1.3 billion parameters in bf16, over the fake group of 8.
 - predictions: ``predictions.py``: the peak of memory that ``plan`` and ``fit`` predict, against the measured one.
 - tests that need a GPU, if pytest is installed (``pip install -e '.[test]'``).
-- four: the strategies on four ranks, which hybrid ones need.
-- races: some modes under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``).
+- hybrid: hybrid strategies on four ranks, or on all GPUs.
+- races: some modes under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``), and a planted race that it must find.
 - steps: a GPT of 670 million parameters on all ranks, in fp32 and bf16, with FSDP2, FSDP1 and DDP: time, memory, overlap.
 - nccl: the GPT of 1.3 billion parameters over NCCL with one rank.
 - kernels: ``gpu_kernels.py``: alignment of parameters, compiled units, checkpoints.
@@ -43,7 +44,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -56,75 +56,13 @@ from typing import Any
 
 import checkout  # noqa: F401
 import torch
+from gpu_processes import GRACE, HERE, ROOT, environments, prepare_forks, run_all, tail, without_a_job
 from ranks import are_started
-from suite import Figure, Table, arguments, commit
+from suite import Figure, Table, arguments, check, commit
 
 import flatshard.env
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
 MINUTE = 60.0
-GRACE = 30.0
-"""Seconds for the other ranks to end after one has failed."""
-OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]], limit: float) -> tuple[str, str]:
-    """Run a command in each environment at the same time; return the first one's output, and the error.
-
-    All end after ``limit`` seconds at the latest, and ``GRACE`` seconds after one has failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(number) for number in range(len(environments))]
-        running = []
-        for env, output in zip(environments, outputs, strict=True):
-            with output.open("w") as file:
-                options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-                running.append(subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **options))
-        end = time.monotonic() + limit
-        has_failed = False
-        try:
-            while None in (codes := [process.poll() for process in running]) and time.monotonic() < end:
-                if any(codes) and not has_failed:
-                    has_failed, end = True, min(end, time.monotonic() + GRACE)
-                time.sleep(0.2)
-        finally:
-            for process in running:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        texts = [output.read_text(errors="replace") for output in outputs]
-    failed = [number for number, process in enumerate(running) if process.returncode]
-    problems = [f"process {n} ended with {running[n].returncode}:\n{tail(texts[n])}" for n in failed[:2]]
-    return texts[0], "\n".join(problems)
-
-
-def tail(text: str, lines: int = 30) -> str:
-    return "\n".join(text.rstrip().splitlines()[-lines:])
-
-
-def without_a_job(**more: str) -> dict[str, str]:
-    """Return an environment for a process that is no rank."""
-    kept = {k: v for k, v in os.environ.items() if k not in OF_A_JOB and not k.startswith("TORCHELASTIC_")}
-    return {**kept, "PYTHONPATH": search_path(), **more}
-
-
-def search_path() -> str:
-    """Return a path for imports, so that flatshard need not be installed."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def environments(count: int, **more: str) -> list[dict[str, str]]:
-    """Return environments of the ranks to start: under torchrun this process's own, otherwise ``count``."""
-    if are_started():
-        return [{**os.environ, "PYTHONPATH": search_path(), **more}]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        of_all = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    return [without_a_job(**of_all, RANK=str(i), LOCAL_RANK=str(i), **more) for i in range(count)]
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -140,6 +78,14 @@ class Section:
     """Findings for the top of the report, one line each."""
     verdict: str = "done"
     """A few words for the top of the report."""
+    has_run: bool = True
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """Return the line for the top of the report."""
+        outcome = "WRONG" if self.problems else "right" if self.has_run else "not run"
+        took = f", {self.seconds:.0f} s" if self.has_run else ""
+        return f"{outcome:8}{self.title}: {self.verdict}{took}"
 
 
 def error_of(case: Mapping[str, Any]) -> str:
@@ -179,27 +125,56 @@ def of_parity(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
         f"{name}: {text}".partition("\n")[0] for name, text in verdicts.items() if text.startswith(("FAILED", "WRONG"))
     ]
     right = sum(text.startswith("right") for text in verdicts.values())
-    section = Section(part, "\n".join(f"{name}: {text}" for name, text in verdicts.items()), problems)
-    section.verdict = f"{right} right, {len(problems)} wrong"
-    return section
+    text = "\n".join(f"{name}: {text}" for name, text in verdicts.items())
+    return Section(part, text, problems, f"{right} right, {len(problems)} wrong", has_run=right + len(problems) > 0)
 
 
 def of_figures(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
     """Report figures as a table, each the largest of all ranks. Errors have their first line there, and the rest below."""
     rows: dict[str, dict[str, Figure]] = {}
-    problems, errors = [], []
+    errors = []
     for case in cases:
+        name = case["case"].removeprefix(f"{part}: ")
         if error := error_of(case):
-            rows[case["case"]] = {"": Figure(None, note="failed, see below")}
-            problems.append(f"{case['case']}: {error}".partition("\n")[0])
-            errors.append(f"{case['case']}: {error}")
+            rows[name] = {"": Figure(None, note="failed, see below")}
+            errors.append(f"FAILED: {name}: {error}")
         else:
             ranks = case["ranks"]
-            rows[case["case"]] = {column: Figure(max(mine[column] for mine in ranks)) for column in ranks[0]}
-    table = Table(
-        part, "the largest figure of all ranks", "none is known; plain sends nothing", rows, notes=errors, digits=1
-    )
-    return Section(part, table.as_text(), problems)
+            rows[name] = {column: Figure(max(mine[column] for mine in ranks)) for column in ranks[0]}
+    notes = [*checks_of_figures(rows), *errors]
+    title, floor = "the largest figure of all ranks", "none is known; plain sends nothing"
+    return of_notes(part, Table(part, title, floor, rows, notes=notes, digits=3).as_text())
+
+
+def checks_of_figures(rows: Mapping[str, Mapping[str, Figure]]) -> list[str]:
+    """Compare contenders' losses after as many steps, and flatshard's peak of memory with FSDP2's."""
+    found = []
+    for dtype, base in (("", "plain"), (", bf16", "FSDP2")):  # plain has bf16 parameters, and rounds each update
+        of_dtype = {
+            name.removesuffix(", bf16"): row for name, row in rows.items() if name.endswith(", bf16") is bool(dtype)
+        }
+        losses = {name: row["loss"].value or math.nan for name, row in of_dtype.items() if "loss" in row}
+        for name in losses if base in losses else ():
+            off = abs(losses[name] / losses[base] - 1)
+            if name not in (base, "plain"):
+                found.append(check(f"{name}{dtype}: loss over {base}'s, off by", off, LOSS_OFF[dtype]))
+        peaks = {name: of_dtype[name]["peak, MiB"].value or math.nan for name in losses}
+        if {"flatshard", "FSDP2"} <= peaks.keys():
+            found.append(check(f"flatshard's peak over FSDP2's{dtype}", peaks["flatshard"] / peaks["FSDP2"], 1.05))
+    return found
+
+
+LOSS_OFF = {"": 0.001, ", bf16": 0.02}
+"""Relative error of losses."""
+
+
+def of_notes(title: str, printed: str, problem: str = "") -> Section:
+    """Report a benchmark's tables, whose checks are lines that begin with "right" or "WRONG"."""
+    lines = printed.splitlines()
+    problems = [line for line in lines if line.startswith(("WRONG: ", "FAILED: "))]
+    right = sum(line.startswith("right: ") for line in lines)
+    section = Section(title, printed.rstrip(), problems, f"{right} right, {len(problems)} wrong")
+    return with_problem(section, problem or "nothing was checked" * (right + len(problems) == 0))
 
 
 @dataclass
@@ -217,9 +192,9 @@ class Report:
             self.path.write_text(self.text())
 
     def text(self) -> str:
+        parts = [self.head, "A verdict a part:", *(section.line() for section in self.sections), LIMITS]
         problems = [f"- {section.title}: {line}" for section in self.sections for line in section.problems]
-        verdicts = [f"{section.title}: {section.verdict}" for section in self.sections]
-        parts = [self.head, *verdicts, LIMITS_OF_ONE_GPU, f"{len(problems)} findings", *problems]
+        parts += [f"{len(problems)} findings", *problems]
         parts += [f"\n== {section.title}\n\n{section.text}" for section in self.sections]
         return anonymous("\n".join(parts) + "\n")
 
@@ -270,7 +245,9 @@ LARGE = [
     "8",
 ]
 """The GPT of 1.3 billion parameters."""
-LIMITS_OF_ONE_GPU = "One GPU cannot tell: the bandwidth between GPUs, and how much of it computation hides."
+LIMITS = """\
+One GPU cannot tell: the bandwidth between GPUs, and how much of it computation hides. Times of ranks that share it are none.
+The simulated device cannot tell: times, kernels, NCCL, errors of CUDA, and what PyTorch's allocator reserves."""
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 """Environment of ranks that share a GPU."""
 
@@ -305,7 +282,7 @@ class Machine:
         """Return the environments of the ranks."""
         more = {**({"LD_PRELOAD": self.nccl} if self.nccl else {}), **env}
         if not self.shares:
-            return environments(self.gpus, **more)
+            return environments(count if self.is_simulated else self.gpus, **more)
         return [{**each, "LOCAL_RANK": "0"} for each in environments(count, **SHARED, **more)]
 
     def on_ranks(self, title: str, parts: Sequence[str], limit: float, count: int = 2, **env: str) -> Section:
@@ -330,7 +307,7 @@ class Machine:
                     self.device,
                 ]
                 command += ["--skip", str(len(cases)), "--seconds", str(seconds), *["--by-host"] * self.by_host]
-                _, problem = run_all(command, self.ranks(count, **env), seconds + GRACE)
+                _, problem = run_all(command, self.ranks(count, **env), seconds + GRACE, self.is_simulated)
                 before = len(cases)  # without a new result, another try would end there, too
                 names, cases = read(results)
                 if problem:
@@ -360,15 +337,15 @@ class Machine:
 
     def tables(self, title: str, script: str, limit: float, *options: str) -> Section:
         """Run a benchmark in a process of its own."""
-        given = ["--simulated"] if self.is_simulated else list(options)
-        printed, problem = run_all([*self.script(script), *given], [without_a_job()], self.left(limit))
-        return with_problem(Section(title, printed.rstrip()), problem)
+        command = [*self.script(script), *options, *["--simulated"] * self.is_simulated]
+        printed, problem = run_all(command, [without_a_job()], self.left(limit), self.is_simulated)
+        return of_notes(title, printed, problem)
 
     def memcheck(self, limit: float) -> Section:
         title = "memcheck"
         found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
         if not found:
-            return Section(title, "compute-sanitizer is not installed here", verdict="left out")
+            return Section(title, "", verdict="compute-sanitizer is not installed here", has_run=False)
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
             results.touch()
@@ -382,9 +359,8 @@ class Machine:
 
     def tests(self, limit: float) -> Section:
         if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("expecttest") is None:
-            return Section(
-                "tests", "pytest or expecttest is not installed: pip install -e '.[test]'", verdict="left out"
-            )
+            why = "pytest or expecttest is not installed: pip install -e '.[test]'"
+            return Section("tests", "", verdict=why, has_run=False)
         folder = str(ROOT / "test" / "accelerator" / "test_gpu.py")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--lanes", "1", folder]
         printed, problem = run_all(command, [without_a_job(OMP_NUM_THREADS="1")], self.left(limit))
@@ -395,7 +371,8 @@ def with_problem(section: Section, problem: str) -> Section:
     if problem:
         section.text += f"\n{problem}"
         section.problems.append(problem.partition("\n")[0])
-        section.verdict += ", with a problem"
+        section.verdict += f", {section.problems[-1].rstrip(':')}"
+        section.has_run = True
     return section
 
 
@@ -413,6 +390,18 @@ class Part:
     """Whether it runs with ``--minutes``."""
     simulated: bool = True
 
+    def section(self, machine: Machine, limit: float) -> Section:
+        """Run the part, if there is time, and return its section."""
+        if machine.is_simulated and not self.simulated:
+            return Section(self.name, "", verdict="needs a GPU", has_run=False)
+        if (left := machine.left(limit)) < 5:
+            return Section(self.name, "not begun", verdict="no time was left", has_run=False)
+        began = time.perf_counter()
+        section = self.run(machine, left)
+        section.seconds = time.perf_counter() - began
+        section.title += ", simulated, no results" * machine.is_simulated
+        return section
+
 
 def on_ranks(name: str, seconds: float, parts: Sequence[str], count: int = 2, **options: Any) -> Part:
     """Return a part that runs parts of ``gpu_ranks.py``."""
@@ -420,32 +409,39 @@ def on_ranks(name: str, seconds: float, parts: Sequence[str], count: int = 2, **
     return Part(name, seconds, lambda m, limit: m.on_ranks(name, parts, limit, count, **env), on_all=True, **options)
 
 
-def tables(name: str, seconds: float, script: str, *arguments: str, **options: Any) -> Part:
+def tables(
+    name: str, seconds: float, script: str, *arguments: str, if_simulated: Sequence[str] = (), **options: Any
+) -> Part:
     """Return a part that is a benchmark of its own."""
-    return Part(name, seconds, lambda machine, limit: machine.tables(name, script, limit, *arguments), **options)
+
+    def run(machine: Machine, limit: float) -> Section:
+        return machine.tables(name, script, limit, *arguments, *(if_simulated if machine.is_simulated else ()))
+
+    return Part(name, seconds, run, **options)
 
 
 SHORT_ROWS = ["--rows", "plain", "flatshard", "flatshard, static buffers", "FSDP2", "FSDP1"]
+FEW_PLACES = ["--places", "gpu_fake_8_bf16", "gpu_nccl_1"]
 CORRECTNESS = ["strategies", "disturbances", "capture", "schedules", "offload", "precision", "models", "others"]
 PARTS = [
     Part("probe", 40, Machine.probe, on_all=True),
     on_ranks("correctness", 150, CORRECTNESS),
-    tables("host", 60, "host_overhead", "--gpu", "--units", "50", simulated=False),
-    tables("step", 90, "one_gpu", "--places", "gpu_fake_8_bf16", *SHORT_ROWS, *LARGE, simulated=False),
+    tables("host", 60, "host_overhead", "--gpu", "--units", "50"),
+    tables("step", 90, "one_gpu", "--places", "gpu_fake_8_bf16", *SHORT_ROWS, *LARGE),
     tables("predictions", 40, "predictions"),
     Part("tests", 70, Machine.tests, simulated=False),
-    on_ranks("four", 50, ["strategies"], 4, simulated=False),
-    on_ranks("races", 50, ["races"], env={"TORCH_CUDA_SANITIZER": "1"}, simulated=False),
+    on_ranks("hybrid", 50, ["hybrid"], 4),
+    on_ranks("races", 50, ["races"], env={"TORCH_CUDA_SANITIZER": "1"}),
     on_ranks("steps", 60, ["steps"]),
-    tables("nccl", 60, "one_gpu", "--places", "gpu_nccl_1_bf16", *SHORT_ROWS, *LARGE, simulated=False),
+    tables("nccl", 60, "one_gpu", "--places", "gpu_nccl_1_bf16", *SHORT_ROWS, *LARGE),
     tables("kernels", 60, "gpu_kernels"),
     tables("switch", 50, "switch", "--layers", "6", "--rounds", "3"),
-    tables("tables", 300, "one_gpu", "--graphs", in_short=False),
+    tables("tables", 300, "one_gpu", "--graphs", if_simulated=FEW_PLACES, in_short=False),
     Part("memcheck", 200, Machine.memcheck, in_short=False, simulated=False),
 ]
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, help="the report; default: gpu-report.txt, and none with --simulated")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts")
@@ -454,7 +450,7 @@ def main() -> None:
         "--nccl", default="", metavar="LIBRARY", help="another NCCL library than torch's, for all ranks"
     )
     parser.add_argument("--simulated", action="store_true", help="two ranks on the simulated device: no results")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if not args.simulated and not torch.cuda.is_available():
         raise SystemExit("gpu.py: no GPU is available here. --simulated shows, tiny and without one, that it runs")
     is_short = args.minutes < math.inf
@@ -465,19 +461,15 @@ def main() -> None:
     reports = os.environ.get("RANK", "0") == "0"
     out = args.out or (None if args.simulated else Path("gpu-report.txt"))
     report = Report(out if reports else None, head(machine) if reports else "")
+    if args.simulated:
+        prepare_forks()
     for part in PARTS:
         # Under torchrun, each process runs this file. Only parts on all ranks need them all.
         is_wanted = part.name in args.only if args.only else part.in_short or not is_short
-        if not is_wanted or not (part.on_all or reports) or (args.simulated and not part.simulated):
-            continue
-        if (limit := machine.left(part.seconds * (1 if is_short else 4))) < 5:
-            report.add(Section(part.name, "not begun", verdict="no time was left"))
-            continue
-        began = time.perf_counter()
-        section = part.run(machine, limit)
-        if reports:
-            section.title += f" ({time.perf_counter() - began:.0f} s)" + ", simulated, no results" * args.simulated
-            report.add(section)
+        if is_wanted and (part.on_all or reports):
+            section = part.section(machine, part.seconds * (1 if is_short else 4))
+            if reports:
+                report.add(section)
     problems = [line for section in report.sections for line in section.problems]
     if reports:
         where = "" if report.path is None else f". Attach {report.path} to an issue, please"

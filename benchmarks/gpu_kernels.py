@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from contenders import Job, Setting, as_over_nccl
 from devices import Device, choose_device
 from gpt import GPT, Block, GPTConfig
-from one_gpu import first_line, marked
-from suite import Benchmark, Figure, Table, fake_world, over, progress, seconds, spread
+from one_gpu import first_line
+from suite import Benchmark, Figure, Table, check, fake_world, marked, over, progress, seconds, spread
 
 import flatshard
 
@@ -62,6 +62,7 @@ def alignment(args: argparse.Namespace, device: Device) -> Table:
         "odd": (args.width + 1,) * 2,
     }
     rows: dict[str, dict[str, Figure]] = {"own memory": {}, "16 bytes": {}, "2 bytes": {}}
+    notes: list[str] = []
     for name, shape in shapes.items():
         x = torch.ones(args.batch * args.context, shape[1], device=device.device, dtype=torch.bfloat16)
         numel = shape[0] * shape[1]
@@ -72,7 +73,11 @@ def alignment(args: argparse.Namespace, device: Device) -> Table:
         times = {row: times_of(device, product, args.rounds) for row, product in products.items()}
         for row, series in times.items():
             rows[row][name] = over(series, times["own memory"])
-    return Table("alignment", "bf16 matrix product over the same with aligned memory of its own", "1", rows)
+            off = float((products[row]() / products["own memory"]() - 1).abs().max())
+            if row != "own memory":
+                notes.append(check(f"{name}, {row}: a product is off by", off, 0.01))
+    title = "bf16 matrix product over the same with aligned memory of its own"
+    return Table("alignment", title, "1", rows, notes=notes)
 
 
 def compiled(args: argparse.Namespace, device: Device) -> Table:
@@ -86,6 +91,7 @@ def compiled(args: argparse.Namespace, device: Device) -> Table:
     tokens = torch.zeros(args.batch, args.context, dtype=torch.int64, device=device.device)
     found: dict[str, list[float]] = {}
     norms: dict[str, float] = {}
+    notes: list[str] = []
     for name, options in modes.items():
         progress(f"compiled, {name}")
         torch.manual_seed(0)
@@ -103,6 +109,7 @@ def compiled(args: argparse.Namespace, device: Device) -> Table:
             found[name] = times_of(device, step, args.rounds)
         except Exception as e:  # any error is the finding
             rows[name] = {"ms": first_line(e)}
+            notes.append(f"WRONG: {name} fails: {first_line(e).note}")
             device.recover()
             continue
         norms[name] = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
@@ -111,7 +118,9 @@ def compiled(args: argparse.Namespace, device: Device) -> Table:
             "over eager": over(found[name], found["eager"]),
             "norm of gradients, off by": Figure(abs(norms[name] / norms["eager"] - 1)),
         }
-    return Table("compiled", "forward and backward with compiled units", "none is known", rows, digits=4)
+        notes.append(check(f"{name}: the norm of gradients is off by", abs(norms[name] / norms["eager"] - 1), 0.01))
+    title = "forward and backward with compiled units"
+    return Table("compiled", title, "none is known", rows, notes=notes, digits=4)
 
 
 def checkpoints(args: argparse.Namespace, device: Device) -> Table:
@@ -125,7 +134,12 @@ def checkpoints(args: argparse.Namespace, device: Device) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "saved"
         saves = [seconds(lambda: flatshard.save_checkpoint(path, state, overwrite=True)) for _ in range(3)]
+        saved = [p.detach().clone() for p in job.model.parameters()]
+        with torch.no_grad():
+            for p in job.model.parameters():
+                p.zero_()
         loads = [seconds(lambda: (flatshard.load_checkpoint(path, state), device.finish())) for _ in range(3)]
+        differ = sum(not torch.equal(p, was) for p, was in zip(job.model.parameters(), saved, strict=True))
         host = torch.empty(nbytes, dtype=torch.uint8)
         here = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
         device.finish()
@@ -141,7 +155,8 @@ def checkpoints(args: argparse.Namespace, device: Device) -> Table:
     }
     median = statistics.median(saves)
     title = f"a sharded GPT and AdamW's state, {nbytes / 2**20:,.0f} MiB here, saved in {median:.2f} s"
-    return Table("checkpoints", title, "a copy of as many bytes to the host, and a write", rows, digits=3)
+    notes = [check("parameters that were loaded with other values", differ, 0)]
+    return Table("checkpoints", title, "a copy of as many bytes to the host, and a write", rows, notes=notes, digits=3)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:

@@ -158,7 +158,7 @@ def compiled(model: GPT, device: Device) -> None:
         block.compile(fullgraph=True, backend="inductor" if device.device.type == "cuda" else "aot_eager")
 
 
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
 ADAFACTOR = functools.partial(torch.optim.Adafactor, lr=1e-2)
 
 
@@ -184,10 +184,6 @@ PARITY: dict[str, dict[str, Mode]] = {
         "SHARD_GRAD_OP": Mode({"strategy": S.SHARD_GRAD_OP}),
         "SHARD_OPTIM": Mode({"strategy": S.SHARD_OPTIM}),
         "NO_SHARD": Mode({"strategy": S.NO_SHARD}),
-        "HYBRID_SHARD": Mode({"strategy": S.HYBRID_SHARD}, axes=HYBRID),
-        "HYBRID_SHARD_ZERO2": Mode({"strategy": S.HYBRID_SHARD_ZERO2}, axes=HYBRID),
-        "HYBRID_FULL_SHARD": Mode({"strategy": S.HYBRID_FULL_SHARD}, axes=HYBRID),
-        "reshard to half of the ranks": Mode({"reshard_after_forward": 2}),
     },
     "disturbances": {
         "late collectives": Mode(is_late="collectives"),
@@ -229,7 +225,7 @@ PARITY: dict[str, dict[str, Mode]] = {
         "bf16 sent, added in fp32": Mode({"mixed_precision": BF16, "collectives": widening}, 0.1),
         "bf16, cast shard kept": Mode({"mixed_precision": replace(BF16, keep_cast_shard=True)}, ROUNDED),
         "int8 sent": Mode({"collectives": QuantizedCollectives()}, 0.4),
-        "fused AdamW": Mode(optimizer=functools.partial(ADAMW, fused=True)),
+        "fused AdamW": Mode(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)),
         "capturable AdamW": Mode(optimizer=functools.partial(ADAMW, capturable=True)),
     },
     "models": {
@@ -237,6 +233,12 @@ PARITY: dict[str, dict[str, Mode]] = {
         "a frozen block": Mode(freezes=True),
         "Adafactor by WholeParameterOptimizer": Mode(optimizer=ADAFACTOR, sharded_optimizer=whole_adafactor),
         "units compiled": Mode(prepare=compiled),
+    },
+    "hybrid": {
+        "HYBRID_SHARD": Mode({"strategy": S.HYBRID_SHARD}, axes=HYBRID),
+        "HYBRID_SHARD_ZERO2": Mode({"strategy": S.HYBRID_SHARD_ZERO2}, axes=HYBRID),
+        "HYBRID_FULL_SHARD": Mode({"strategy": S.HYBRID_FULL_SHARD}, axes=HYBRID),
+        "reshard to half of the ranks": Mode({"reshard_after_forward": 2}),
     },
 }
 """Modes by part, in the order in which they are worth their time."""
@@ -254,10 +256,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits if exact else logits.float(), tokens[:, 1:].flatten())
 
 
-def batches(mode: Mode, size: int) -> Iterator[Tensor]:
+def batches(mode: Mode, size: int, steps: int = STEPS) -> Iterator[Tensor]:
     """Yield the batches of all steps, the same on all ranks: (microbatches, ranks, rows, tokens)."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
+    for _ in range(steps):
         shape = (mode.microbatches, size, ROWS, SMALL.context + 1)
         yield torch.randint(SMALL.vocabulary, shape, generator=generator)
 
@@ -283,7 +285,7 @@ def alone(mode: Mode, device: Device, size: int) -> Reference:
     start = [p.detach().clone() for p in model.parameters()]
     low = small_gpt(mode, device).bfloat16() if mode.is_bf16 else model
     optimizer, norms = mode.makes(trainable(model)), []
-    for batch in batches(mode, size):
+    for batch in batches(mode, size, device.training_steps):
         optimizer.zero_grad()
         if mode.is_bf16:
             with torch.no_grad():
@@ -335,7 +337,7 @@ def train(mode: Mode, device: Device, rank: int, size: int, group: dist.ProcessG
     """Train the sharded model, and return it with the norms of the gradients."""
     model, norms = sharded(mode, device, size, group), []
     optimizer = (mode.sharded_optimizer or mode.makes)(trainable(model))
-    for batch in batches(mode, size):
+    for batch in batches(mode, size, device.training_steps):
         optimizer.zero_grad()
         for number, rows in enumerate(batch[:, rank]):
             is_held = mode.is_held and number < mode.microbatches - 1

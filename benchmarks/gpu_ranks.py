@@ -190,6 +190,20 @@ def restored(device: Device, rank: int, size: int) -> dict[str, Any]:
     return {"off": max(float((a - b).abs().max()) for a, b in zip(trained, again, strict=True)), "allowed": 0.0}
 
 
+RACE = "a planted fault: two streams write to one tensor"
+
+
+def race(device: Device) -> dict[str, Any]:
+    """Write to a tensor on two streams without an event between them, which a sanitizer must see."""
+    tensor = torch.zeros(1 << 10, device=device.device)
+    device.finish()
+    with device.module.stream(device.module.Stream()):
+        tensor.add_(1)
+    tensor.add_(1)
+    device.finish()
+    return {"off": 0.0, "allowed": 0.0}
+
+
 OTHERS: dict[str, Callable[[Device, int, int], dict[str, Any]]] = {
     "fp16 with GradScaler": with_grad_scaler,
     "frozen float8 weights": with_float8,
@@ -275,6 +289,7 @@ def timed(name: str, bf16: bool, config: GPTConfig, device: Device, rounds: int)
         "peak, MiB": peak,
         "collectives, ms": 1e3 * overlap.collectives,
         "hidden, ms": 1e3 * overlap.hidden,
+        "loss": float(job.loss(job.model(job.tokens))),
     }
 
 
@@ -303,12 +318,13 @@ def cases_of(
     if part == "others":
         return {name: functools.partial(case, device, rank, size) for name, case in OTHERS.items()}
     everything = {name: mode for modes in PARITY.values() for name, mode in modes.items()}
-    modes = {name: everything[name] for name in RACES} if part == "races" else PARITY[part]
-    return {
+    modes = {name: everything[name] for name in RACES if name in everything} if part == "races" else PARITY[part]
+    cases: dict[str, Case | str] = {
         name: reason_not_to_run(mode, device, size)
         or functools.partial(parity, mode, device, rank, size, references=references)
         for name, mode in modes.items()
     }
+    return cases | ({RACE: functools.partial(race, device)} if part == "races" else {})
 
 
 PARTS = ("probe", *PARITY, "others", "races", "capture", "steps")
@@ -327,11 +343,12 @@ def result_of(case: Case, device: Device) -> dict[str, Any]:
     try:
         mine = case()
         device.finish()
+        device.check_races()
     except Exception as e:
         text = "".join(traceback.format_exception(e)[-4:])
         mine = {"error": f"{type(e).__name__}: {e}"[:2000], "where": text[-2000:]}
         device.recover()
-    gc.collect()
+    gc.collect()  # sharded models are in reference cycles
     return mine
 
 
@@ -385,7 +402,10 @@ def main() -> None:
     references: dict[Any, Any] = {}
     of_parts = {part: cases_of(part, device, rank, size, tiny, references) for part in args.parts}
     cases = {f"{part}: {name}": case for part, found in of_parts.items() for name, case in found.items()}
+    if "races" in args.parts:
+        device.look_for_races()
     left = dict(list(cases.items())[args.skip :])
+    gc.freeze()  # the collection after each case skips modules
     with args.results.open("a") if rank == 0 else contextlib.nullcontext() as results:
         if results is not None and not args.skip:
             print(json.dumps({"cases": list(cases)}), file=results, flush=True)

@@ -25,8 +25,21 @@ import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import SHARDED, Setting, as_over_nccl, build, drop_gradients, filling_nothing
-from devices import Cuda, Device
-from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, interleaved, progress, seconds, spread
+from devices import Device, choose_device
+from suite import (
+    OURS,
+    Benchmark,
+    Figure,
+    Table,
+    by_column,
+    check,
+    fake_world,
+    interleaved,
+    marked,
+    progress,
+    seconds,
+    spread,
+)
 from torch import Tensor, nn
 
 from flatshard._comm.fake_group import FakeCollectives
@@ -100,13 +113,24 @@ def floor(
     return lambda: seconds(lambda: [unit() for _ in range(count)])
 
 
-def column(args: argparse.Namespace, bf16: bool) -> dict[str, Figure]:
+SIMULATED_SIZES = {"units": 2, "world_size": 8, "rounds": 2}
+
+
+def waits(args: argparse.Namespace, device: Device) -> str:
+    """Return a note: how often the host waits for the device in a forward and a backward, which would hide its own time."""
+    model = build(OURS, units(args.units).to(device.device), Setting(Unit, collectives=as_over_nccl))
+    x = batch().to(device.device)
+    for _ in range(device.warm_up):
+        model(x).sum().backward()
+    return check("waits of the host in flatshard's step", device.count(lambda: model(x).sum().backward()).waits, 0)
+
+
+def column(args: argparse.Namespace, bf16: bool, device: Device) -> dict[str, Figure]:
     """Return microseconds per unit: every contender's minus the plain model's, and those of the floor and the plain model."""
-    device = Cuda() if args.gpu else Device()
     make = functools.partial(contender, count=args.units, bf16=bf16, device=device)
     steps = {name: make(name) for name in (*SHARDED, "plain")}
     steps["plain (in all)"] = steps.pop("plain")
-    if not args.gpu:
+    if device.device.type == "cpu":
         steps["floor"] = floor(args.world_size, args.units, bf16)
     with filling_nothing() if args.gpu else contextlib.nullcontext():  # each collective is one call, as over NCCL
         times = interleaved(steps, args.rounds)
@@ -118,12 +142,16 @@ def column(args: argparse.Namespace, bf16: bool) -> dict[str, Figure]:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
+    if (device := choose_device(args, SIMULATED_SIZES) if args.gpu else Device()) is None:
+        return []
     columns: dict[str, dict[str, Figure]] = {}
     with fake_world(args.world_size):
         for name, bf16 in (("fp32", False), ("bf16", True)):
             progress(f"host time, {name}")
-            columns[name] = column(args, bf16)
-    return [
+            columns[name] = column(args, bf16, device)
+        with filling_nothing():
+            notes = [waits(args, device)] if args.gpu else []
+    tables = [
         Table(
             "host_overhead",
             "microseconds of host time of forward + backward over the plain model, per unit of 12 small parameters; "
@@ -131,9 +159,11 @@ def measure(args: argparse.Namespace) -> list[Table]:
             "what no eager flat design can leave out, timed alone in the same rounds",
             by_column(columns),
             {} if args.gpu else {OURS: TARGETS},
+            notes,
             digits=0,
         )
     ]
+    return [marked(table) for table in tables] if args.simulated else tables
 
 
 BENCHMARK = Benchmark(
@@ -141,7 +171,10 @@ BENCHMARK = Benchmark(
     __doc__,
     rounds=(11, 41),
     sizes={"world_size": 64, "units": 100},
-    flags={"gpu": "on a GPU: the time until the host has issued all, without a floor"},
+    flags={
+        "gpu": "on a GPU: the time until the host has issued all, without a floor",
+        "simulated": "with --gpu, on the simulated device: no results",
+    },
 )
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import statistics
@@ -58,7 +57,7 @@ from contenders import FSDP1_FLAT, Job, Setting, as_over_nccl, filling_nothing, 
 from counting import CopiedBytes
 from devices import Device, choose_device
 from gpt import Block, GPTConfig
-from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, seconds, spread
+from suite import Benchmark, Figure, Table, check, fake_world, interleaved, marked, over, progress, seconds, spread
 
 import flatshard
 from flatshard.comm import Collectives, DefaultCollectives
@@ -233,14 +232,19 @@ class Bench:
         return Figure(None, note=f"yes, {self.device.seconds(replay) * 1e3:.2f} ms")
 
 
-def marked(table: Table) -> Table:
-    """Mark every cell of the simulated device's table, so that no number in it looks like a result."""
-    rows = {
-        name: {column: Figure(None, note=f"{figure.text(table.digits)} simulated") for column, figure in row.items()}
-        for name, row in table.rows.items()
-    }
-    title = f"simulated, no results: {table.title}"
-    return dataclasses.replace(table, name=f"simulated_{table.name}", title=title, rows=rows)
+def notes(rows: dict[str, dict[str, Figure]]) -> list[str]:
+    """Return checks: each contender runs, flatshard's host does not wait, and its memory is at most FSDP2's."""
+    failed = {name: row["ms"].note for name, row in rows.items() if len(row) == 1}
+    found = [f"WRONG: {name} fails: {note}" for name, note in failed.items()]
+    for name, row in rows.items():
+        if "graph" in row and not row["graph"].note.startswith("yes"):
+            found.append(f"WRONG: {name} is not captured: {row['graph'].note}")
+    peaks = {name: row["peak, MiB"].value for name, row in rows.items() if name not in failed}
+    if (ours := peaks.get("flatshard")) is not None:
+        found.append(check("waits of the host in flatshard's step", rows["flatshard"]["host waits"].value or 0, 0))
+        if theirs := peaks.get("FSDP2"):
+            found.append(check("flatshard's peak over FSDP2's", ours / theirs, 1.02))
+    return found
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
@@ -256,7 +260,9 @@ def measure(args: argparse.Namespace) -> list[Table]:
                 row["graph"] = bench.graph(name)
     sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}"
     floor = "the plain model on the same device; of each column in benchmarks/one_gpu.py"
-    tables = [Table(p.name, f"{p.title}: {sizes}", floor, of) for p, of in zip(places, rows, strict=True)]
+    tables = [
+        Table(p.name, f"{p.title}: {sizes}", floor, of, notes=notes(of)) for p, of in zip(places, rows, strict=True)
+    ]
     return [marked(table) for table in tables] if args.simulated else tables
 
 

@@ -113,6 +113,21 @@ class Table:
         return Table(**{**data, "rows": rows})
 
 
+def marked(table: Table) -> Table:
+    """Mark every cell of the simulated device's table, so that no number in it looks like a result."""
+    rows = {
+        name: {column: Figure(None, note=f"{figure.text(table.digits)} simulated") for column, figure in row.items()}
+        for name, row in table.rows.items()
+    }
+    title = f"simulated, no results: {table.title}"
+    return dataclasses.replace(table, name=f"simulated_{table.name}", title=title, rows=rows)
+
+
+def check(what: str, value: float, allowed: float) -> str:
+    """Return a note for a table: whether a figure, such as an error, is at most what is allowed. ``gpu.py`` counts them."""
+    return f"{'right' if value <= allowed else 'WRONG'}: {what}: {value:.2g} (allowed: {allowed:g})"
+
+
 def by_column(columns: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, Figure]]:
     """Return rows of figures by contender, then by column."""
     names = dict.fromkeys(name for column in columns.values() for name in column)

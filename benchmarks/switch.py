@@ -30,8 +30,7 @@ from contenders import Job, Setting
 from counting import CopiedBytes
 from devices import Device, choose_device
 from gpt import Block, GPTConfig
-from one_gpu import marked
-from suite import Benchmark, Figure, Table, fake_world, spread
+from suite import Benchmark, Figure, Table, check, fake_world, marked, spread
 
 import flatshard
 
@@ -74,6 +73,14 @@ def switched(device: Device, job: Job, rounds: int, base: int) -> tuple[dict[str
     return row | {"remain": Figure(left), "remain, told": Figure(told)}, moved
 
 
+def training_state(job: Job) -> list[torch.Tensor]:
+    """Return copies of parameters, gradients and optimizer state."""
+    parameters = list(job.model.parameters())
+    states = [value for state in job.optimizer.state.values() for value in state.values()]
+    kept = [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
+    return [value.detach().clone() for value in kept if isinstance(value, torch.Tensor)]
+
+
 def measure(args: argparse.Namespace) -> list[Table]:
     if (device := choose_device(args, SIMULATED_SIZES)) is None:
         return []
@@ -85,14 +92,23 @@ def measure(args: argparse.Namespace) -> list[Table]:
         for _ in range(2):
             job.step()
         device.finish()
-        row, moved = switched(device, job, args.rounds, base)
+        here = device.allocated()
+        before = training_state(job)
+        row, moved = switched(device, job, args.rounds, base + device.allocated() - here)
+        differ = sum(not torch.equal(a, b) for a, b in zip(before, training_state(job), strict=True))
     rows = {"flatshard": row, "one copy": floor_row(device, moved, args.rounds)}
     sizes = f"a GPT of {args.layers} blocks of width {args.width}, rank 0 of 8: {moved:,} bytes"
+    kept = (row["remain"].value or 0) - (row["remain, told"].value or 0)
+    notes = [
+        check("tensors that came back with other values", differ, 0),
+        check("bytes that remain on the device, over those that move", kept / moved, 0.05),
+    ]
     table = Table(
         "switch",
         f"training to the host and back, {sizes}",
         "one pinned copy of as many bytes; bytes copied: 1; remain: 0",
         rows,
+        notes=notes,
         digits=3,
     )
     return [marked(table) if args.simulated else table]

@@ -219,6 +219,10 @@ class Machine:
             self._depth -= 1
             self._lock.release()
 
+    def _stack(self) -> Stack:
+        """Return the innermost frames, which only races show."""
+        return stack_here() if self.checked else ()
+
     # -- streams and events
 
     def current(self, device: int) -> Key:
@@ -461,7 +465,7 @@ class Machine:
 
     def alloc(self, nbytes: int, device: int, stream: int) -> int:
         with self:
-            key, stack = (device, stream), stack_here()
+            key, stack = (device, stream), self._stack()
             q, size = self._queues[key], _round_up(nbytes)
             for block in self._just_freed.pop(key, []):
                 self._overwrite(q, block, "the next tensor that is allocated", stack)
@@ -478,7 +482,7 @@ class Machine:
             return block.ptr
 
     def free(self, ptr: int) -> None:
-        stack = stack_here()
+        stack = self._stack()
         with self._lock:
             if self._depth:
                 self._freed_inside.append((ptr, stack))
@@ -544,7 +548,7 @@ class Machine:
     ) -> None:
         """Give a stream a kernel that starts when ``ready``. ``record`` is done when the kernel is over."""
         with self:
-            q, stack = self._queues[key], stack_here()
+            q, stack = self._queues[key], self._stack()
             self._advance(q)
             self.launched[name] += 1
             for lo, hi in reads:

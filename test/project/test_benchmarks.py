@@ -238,34 +238,6 @@ def run_simulated(script: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.time_limit(120)
-@pytest.mark.usefixtures("_simulator")
-def test_the_report_of_a_gpu_runs_on_the_simulated_device():
-    printed = run_simulated("gpu", "--only", "probe")
-    assert "probe: collectives: right" in printed
-    assert printed.rstrip().endswith("0 findings")
-
-
-@pytest.mark.skipif(not pairs.thorough, reason="two minutes of a core: with --thorough")
-@pytest.mark.slow
-@pytest.mark.time_limit(330)
-@pytest.mark.usefixtures("_simulator")
-def test_modes_are_right_and_a_planted_fault_is_seen_on_the_simulated_device():
-    printed = run_simulated("gpu", "--only", "correctness")
-    assert "the fault is seen: off by inf" in printed
-    assert printed.rstrip().endswith("0 findings")
-
-
-@pytest.mark.slow
-@pytest.mark.time_limit(120)
-@pytest.mark.usefixtures("_simulator")
-def test_a_row_on_one_gpu_is_compared_with_the_plain_model():
-    printed = run_simulated("one_gpu", "--places", "gpu_fake_8", "--rows", "flatshard").splitlines()
-    assert [line.split()[0] for line in printed[2:4]] == ["plain", "flatshard"]
-    assert all("Error" not in line for line in printed)
-
-
 def test_the_report_of_a_gpu_begins_nothing_when_its_minutes_are_over():
     printed = run_simulated("gpu", "--minutes", "0")
     assert printed.count("not begun") == sum(part.simulated and part.in_short for part in gpu.PARTS)
