@@ -27,12 +27,13 @@ OUTSIDE = {
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Expand each folder in nav to its pages, the index first."""
+    """Expand each folder in nav to its pages, the index and the main module first."""
     for entry in config.nav:
         for title, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, str) and value.endswith("/"):
-                names = sorted(path.name for path in (ROOT / DOCS / value).glob("*.md"))
-                entry[title] = [value + name for name in sorted(names, key=lambda name: name != "index.md")]
+                names = [path.name for path in (ROOT / DOCS / value).glob("*.md")]
+                names.sort(key=lambda name: (name != "index.md", name != "flatshard.md", name))
+                entry[title] = [value + name for name in names]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -129,7 +129,7 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
         function = member.fget if isinstance(member, property) else member
         if not isinstance(function, types.FunctionType) or not doc or doc.startswith(INTERNAL):
             continue
-        if isinstance(member, property) and "return" not in function.__annotations__:
+        if isinstance(member, property) and inspect.signature(function).return_annotation is inspect.Signature.empty:
             continue  # torch's, with a check
         if any(getattr(getattr(base, name, None), "__doc__", None) == doc for base in kind.__mro__[1:]):
             continue  # the overridden method has the same docstring

@@ -3,7 +3,7 @@
 >>> flatshard.fully_shard(model, policy={Block}, collectives=flatshard.comm.QuantizedCollectives())
 
 To send fewer bytes, first choose the dtype: ``MixedPrecision(reduce_dtype=torch.bfloat16)`` sends and averages gradients in
-bfloat16, on every backend. The rest is for what a dtype cannot express:
+bfloat16, on every backend. The others do what no dtype can:
 
 - ``DefaultCollectives(group, widens=True)``: gradients that were computed in 16 bits are sent in 16 bits, but added in
   ``reduce_dtype=torch.float32``. Over gloo this is the default. Over NCCL it takes an all-to-all and more memory.
@@ -12,7 +12,7 @@ bfloat16, on every backend. The rest is for what a dtype cannot express:
   ``bf16_compress_hook`` does what ``reduce_dtype=torch.bfloat16`` does. It is there because FSDP1 has it, and because a hook
   can be registered and removed while training.
 
-Classes of collectives take a ``group``, as functions of ``torch.distributed`` do, and no ``process_group``.
+Classes of collectives call their argument ``group``, as functions of ``torch.distributed`` do, and not ``process_group``.
 """
 
 from flatshard._comm.backends import BuiltinCollectives as BuiltinCollectives

@@ -137,8 +137,8 @@ class BackwardPrefetch(enum.Enum):
     """
 
     BACKWARD_PRE = "backward_pre"
-    """Before the current unit's backward computes: most overlap, one more unit unsharded. On CPU when the reduction in flight
-    has ended, which is soon after."""
+    """Before the current unit's backward computes: most overlap, one more unit unsharded. On CPU it first
+    waits for the reduction in flight."""
     BACKWARD_POST = "backward_post"
     """After the current unit's backward, when its parameters are freed: less overlap, less memory."""
 

@@ -113,14 +113,14 @@ class BuiltinCollectives(Collectives):
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`.
 
-        ``label``: of the unit; reductions have it, too. Without it: progress.py, [Note: Labels of a user's collectives]
+        ``label`` is the unit's, in reductions, too. Without it see progress.py, [Note: Labels of a user's collectives].
         """
         raise NotImplementedError
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive the ``k``-th part of ``output`` from it.
 
-        In [Note: Order of collectives] it counts as a reduction.
+        In the order of collectives it counts as a reduction.
         """
         raise NotImplementedError
 

@@ -43,8 +43,8 @@ class QuantizedCollectives:
     in forward, the changed elements are written back as it computed them, from approximated values.
 
     float64, float32, float16, bfloat16 and complex gradients are quantised. Other dtypes, and complex parameters, are sent
-    unchanged. During a collective the encoded and the received bytes take up to half of the memory of a float32 buffer
-    more, and 16-bit gradients are widened to float32.
+    unchanged. During a collective, encoded and received bytes take up to half the memory of a float32 buffer, and
+    16-bit gradients are widened to float32.
 
     Args:
         block: elements that share a scale. A smaller block is more exact and sends more: 4 / ``block`` bytes per element.

@@ -31,14 +31,14 @@ class FlatDescription:
     shapes: tuple[tuple[int, ...], ...]  # of the full parameters
     dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
-    grad_dtype: torch.dtype  # of ``.grad``; of several, the promoted one
+    grad_dtype: torch.dtype  # of ``.grad``; the promoted one if parameters have several
     reduce_dtype: torch.dtype  # in which gradients are reduced
     trainable: bool  # whether its parameters require gradients; all do, or none
     numel: int  # elements of the full parameters
     padded_numel: int  # elements on all ranks, with padding
     shard_numel: int  # elements on this rank, with padding
     world_size: int  # ranks that these elements are sharded over
-    kept_numel: int  # of gathered elements, those that this rank keeps until the parameters change
+    kept_numel: int  # gathered elements that this rank keeps until the parameters change
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
@@ -55,7 +55,7 @@ class UnitDescription:
     fqn: str  # "" is the root
     module: str  # class name; "LayerNorm, Linear" for a unit of two modules
     strategy: str  # a name of ``ShardingStrategy``
-    state: str  # "sharded" or "unsharded", for one
+    state: str  # such as "sharded" or "unsharded"
     flats: tuple[FlatDescription, ...]  # one for each dtype, and for trainable and frozen parameters
     buffer_dtypes: tuple[torch.dtype, ...]  # of floating-point buffers in this unit and in no unit below it
     reshard_after_forward: bool | int | None = None  # None: the strategy's default; an int: to that many ranks

@@ -286,6 +286,15 @@ def test_the_index_has_every_page():
         assert linked == {path.name for path in folder.parent.glob("*.md")} - {"index.md"}
 
 
+def test_each_question_of_the_index_is_answered_in_one_click():
+    """Links of questions end at a section, whose anchor ``test_links_and_files_exist`` looks up."""
+    questions = FILES[DOCS / "index.md"].partition("## All pages")[0].partition("\n## ")[2]
+    links = re.findall(r"\[([^]]+)\]\(([^)]+)\)", questions)
+    assert len(links) >= 35
+    assert [words for words, target in links if "#" not in target] == []
+    assert len(links) == sum(line.startswith("- [") for line in questions.splitlines()), "a line for each"
+
+
 def test_the_messages_are_those_of_the_code():
     """Messages in the tables are quoted from the code, except for torch's, which begin with its name."""
     said = []

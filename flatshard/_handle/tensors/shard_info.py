@@ -18,7 +18,7 @@ from flatshard._handle.tensors.aggregate import plainly
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """The shard of a parameter that a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
+    """The place of a sharded parameter's shard in the full parameter. See ``flatshard.tensors.shard_info(p)``.
 
     Example::
 
@@ -30,7 +30,7 @@ class ShardInfo:
     shape: tuple[int, ...]  # of the full parameter
     stride: tuple[int, ...]  # of the full parameter, dense: defines the memory order for ``start`` and ``stop``
     start: int  # this rank's elements, half-open, in memory order
-    stop: int  # the element behind the last of this rank's
+    stop: int  # the element after this rank's last
     shard_world_size: int  # ranks that the parameter is sharded over
     by_rows: bool = False  # this rank's shard consists of whole rows, and has the parameter's dimensions
     owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy

@@ -28,11 +28,11 @@ from flatshard._handle.tensors.shard_info import ShardInfo
 
 
 class ShardedGradient(ShardTensor):
-    """This rank's part of a gradient. Its norm is the norm over all ranks.
+    """This rank's shard of a gradient. Its norm is the norm over all ranks.
 
-    ``p.grad.norm()`` communicates: every rank must take it, and in the same order.
-    So does every other reduction of it, such as ``p.grad.max()``, and of what is computed from it. For all gradients with one
-    all-reduce, see :func:`flatshard.optim.gradient_statistics`.
+    ``p.grad.norm()`` communicates, so every rank must call it, in the same order. So do other reductions, such as
+    ``p.grad.max()``, also those of results, such as ``p.grad.pow(2)``. :func:`flatshard.optim.gradient_statistics` needs one
+    all-reduce for all gradients.
 
     Example::
 
