@@ -24,6 +24,8 @@ _LENGTH = 4  # bytes: says how many the header has
 
 _INTS = [int]
 _ASKED = [(str, _INTS, _INTS, str)]
+_PLACED = (str, int, _INTS, _INTS, _INTS, _INTS, int, int)
+_FLAT = {"dtype": str, "parts": [_PLACED], "sizes": (int, int, int), "sum": str}
 _SENT = {"kind": str, "run": str, "channel": str, "source": int}
 _ANSWER = {**_SENT, "nonce": (str, int)}
 _STATE = {
@@ -43,6 +45,7 @@ _KINDS: dict[str, list[dict[str, Any]]] = {
     ],
     "update": [{**_SENT, "version": int, "index": int, "last": bool}],
     "cells": [{**_SENT, "version": int}],
+    "patch": [{"kind": str, "step": int, "flats": [_FLAT]}],
     "state": [{**_STATE, "layout": _ASKED}, {**_STATE, "layout": NoneType}, {**_STATE, "bases": _INTS, "applied": int}],
 }
 """The headers of each kind. A value is given by its type; a set lists alternatives, a list has any length, a tuple has these
@@ -75,9 +78,7 @@ def read_message(message: Bytes, verb: str) -> Received | None:
     """
     data = bytearray(message)
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(
-            f"{verb} takes what a flatshard.weights.Sender or Receiver sent, as bytes, and got {bytes(data[:20])!r}..."
-        )
+        raise ValueError(f"{verb} takes messages of flatshard.weights, as bytes, and got {bytes(data[:20])!r}...")
     at = len(_MAGIC) + _SUM
     if len(data) < at + _LENGTH or data[len(_MAGIC) : at] != _sum(data):
         return None

@@ -686,7 +686,7 @@ def test_mistakes(alone):
     sender, receiver, sent = pair(model)
     with pytest.raises(ValueError, match=r"Sender\.receive got what a sender has sent"):
         sender.receive(sent[0])
-    with pytest.raises(ValueError, match=r"Receiver\.receive takes what"):
+    with pytest.raises(ValueError, match=r"Receiver\.receive takes messages"):
         receiver.receive(b"something else")
     receiver._send = lambda rank, message: sent.append(message)
     receiver.poll()
