@@ -231,10 +231,12 @@ def make_label(progress: Progress | None, unit: str, identity: str) -> Label:
 class Here:
     """The collectives that this process calls and waits for now, on any process group."""
 
-    __slots__ = ("called", "waiting")
+    __slots__ = ("called", "failed", "waiting")
 
     def __init__(self) -> None:
         self.called: Label | None = None  # that a user's collective is being called for
+        # The place and the text of the last one whose wait has failed. The watch's thread reads it, too.
+        self.failed: tuple[Place | None, str] | None = None
         self.waiting: Issued | None = None  # also read by the watch's thread
 
     @property
@@ -362,6 +364,7 @@ class Awaited:
             self._pending = None
         except Exception as e:
             self._pending = None
+            here.failed = issued.place, str(issued)
             is_ours = isinstance(e, OutOfStepError) or not isinstance(e, RuntimeError)
             if not is_ours and self._monitor is not None and (why := self._monitor.explain(issued)) is not None:
                 try:

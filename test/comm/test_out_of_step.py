@@ -185,8 +185,11 @@ def swap_in_a_smaller_group(ctx) -> None:
         output.backward()
 
 
-def train_experts(ctx, order_check: str, order: str) -> None:
-    """Blocks 1 and 2 are experts, sharded over ranks 0 and 2, and over ranks 1 and 3. Rank 3 runs other units."""
+def train_experts(ctx, order_check: str, order: str, waits: bool = False) -> None:
+    """Blocks 1 and 2 are experts, sharded over ranks 0 and 2, and over ranks 1 and 3. Rank 3 runs other units.
+
+    ``waits``: ranks 0 and 2 wait for the others, whose order check has failed.
+    """
     environment.WATCH_SECONDS, environment.ORDER_CHECK = WATCH, order_check
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     experts = re.compile(r"blocks\.[12]")
@@ -198,7 +201,9 @@ def train_experts(ctx, order_check: str, order: str) -> None:
     )
     for _ in range(0 if order_check == "first" else 2):
         train(model)
-    if order_check == "first" and ctx.rank % 2 == 0:  # the check over the others' group ends no wait of this rank
+    if (
+        order_check == "first" and ctx.rank % 2 == 0 and not waits
+    ):  # the check over the others' group ends no wait of this rank
         model.blocks[0](torch.ones(2, 4))
         return
     train(model, order if ctx.rank == 3 else "0123")

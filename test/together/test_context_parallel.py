@@ -75,6 +75,57 @@ def test_sequences_are_cut(ctx, kind: str):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
+class Placed(Attention):
+    """Attention that reads the places of its tokens, as torch deals them out in another order."""
+
+    places: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        own = seen = self.places
+        if self.group is not None:
+            k, v = (torch.cat([*Gather.apply(each.contiguous(), self.group)], 1) for each in (k, v))
+            seen = torch.cat([*Gather.apply(own, self.group)])
+        scores = (q @ k.mT * WIDTH**-0.5).masked_fill(own.unsqueeze(1) < seen, -torch.inf)
+        return x + self.out(scores.softmax(-1) @ v)
+
+
+@ranks(4)
+def test_sequences_are_cut_by_torch(ctx):
+    """``context_parallel`` gives each rank the head and the tail of sequences. Its ring attention needs CUDA."""
+    pytest.importorskip("numpy")
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh, length = ctx.device_mesh((2, 2), ("dp", "cp")), 8
+    plain, model = make(), make()
+    for m in (plain, model):
+        for block in m[1:3]:
+            block.__class__, block.places = Placed, torch.arange(length)
+    for block in model[1:3]:
+        block.group = mesh.get_group("cp")
+    fully_shard(model, policy={Placed}, device_mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    optimizers = [adamw(m.parameters()) for m in (plain, model)]
+    for step in range(2):
+        x = torch.randn(SEQUENCES, length, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        mine, places = x.chunk(2, 0)[mesh["dp"].get_local_rank()].clone(), torch.arange(length)
+        plain(x).square().mean().backward()
+        # It cuts the buffers in place, and restores them in the end.
+        with context_parallel(mesh["cp"], buffers=[mine, places], buffer_seq_dims=[1, 0]):
+            assert mine.shape[1] == len(places) == length // 2
+            for block in model[1:3]:
+                block.places = places
+            model(mine).square().mean().backward()
+        norms = [float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (plain, model)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-9)
+        step_all(optimizers)
+    with flatshard.summon_full_params(model, writeback=False):
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    q = torch.zeros(1, 1, length, WIDTH)
+    with context_parallel(mesh["cp"], buffers=[q], buffer_seq_dims=[2]), pytest.raises(NotImplementedError):
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
 @ranks(4)
 def test_a_mesh_of_two_dimensions_is_noticed(ctx):
     """FSDP2 takes it for (replicate, shard)."""

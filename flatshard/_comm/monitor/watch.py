@@ -49,8 +49,8 @@ _PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "positi
 Position = dict[str, Any]
 """A rank's position, as JSON. ``waits``: [group, key, count, text] of the collective that it waits for, or None; ``unit``:
 that collective's unit, see ``Described``; ``counts``: collectives issued, by group and key; ``place`` and ``first``: see
-``Progress``, of the group that is judged; ``recent``: texts; ``rank``: in the world; ``inside``: see ``_inside``; ``at``:
-increases with every publication."""
+``Progress``, of the group that is judged; ``recent``: texts; ``rank``: in the world; ``inside``: see ``_inside``; ``failed``:
+see ``_failed``; ``at``: increases with every publication."""
 
 _SYMMETRIC: tuple[str, ...] = (
     "barrier",
@@ -96,7 +96,16 @@ def position(own: str, groups: Mapping[str, Progress], at: int) -> Position:
         "recent": [str(each) for each in issued.copy()],
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "inside": _inside() if waits is None else None,
+        "failed": _failed(progress),
     }
+
+
+def _failed(progress: Progress) -> str | None:
+    """Return the collective, of any group, that has failed in the last pass and backward of this rank, or None."""
+    if here.failed is None or progress.place is None:
+        return None
+    place, text = here.failed
+    return text if place is not None and place[:2] == progress.place[:2] else None
 
 
 def _inside() -> list[Any] | None:
@@ -173,7 +182,8 @@ def describe(positions: Mapping[int, Position], found: list[int], group: str) ->
             if rank in found:
                 text += f", which rank {world[_missing(positions, rank)[0]]} has not come to"
         else:
-            text = "has left the forward or backward that the others are in, by its end or an exception"
+            why = "by its end or an exception" if place["failed"] is None else f"as its {place['failed']} failed"
+            text = f"has left the forward or backward that the others are in, {why}"
             if place["inside"] is not None:
                 inside = f"is in torch.distributed.{place['inside'][0]}()"
                 has_left = any(_has_left(place, positions[r], group) for r in found)

@@ -316,7 +316,8 @@ def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> No
     if odd:
         raise ValueError(
             f"parameter {fqn!r} is a DTensor placed as {odd[0]}: only Shard(dim) and Replicate() can be sharded further. "
-            "Redistribute it before fully_shard (param.redistribute(placements=[...]))"
+            "Redistribute it before fully_shard (param.redistribute(placements=[...])), or leave it out of the plan that "
+            "divides it"
         )
     mine, inside = dist.get_rank(), {int(rank) for rank in param.device_mesh.mesh.flatten()}
     for group in groups:
