@@ -170,10 +170,10 @@ def test_a_frozen_unit_beside_garbage_on_one_rank(ctx):
         other = model if kind == "a model" else copy.deepcopy(model)
         if kind == "a copy that trained":
             other[1](other[0](x[ctx.rank])).square().mean().backward()
-        if ctx.rank:
-            garbage.append(other)
         if kind == "a model":
             model = copy.deepcopy(model)
+        if ctx.rank:
+            garbage.append(other.requires_grad_(False))
         del other
         gc.collect()
         for _ in range(2):
@@ -220,8 +220,31 @@ class Scaled(nn.Module):
         super().__init__()
         self.scale, self.inner = nn.Parameter(torch.ones(WIDTH)), Block()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.scale * x)
+    def forward(self, x: torch.Tensor, runs: bool = True) -> torch.Tensor:
+        return self.inner(self.scale * x) if runs else skip(self.inner, self.scale * x)
+
+
+@ranks(2)
+def test_a_frozen_unit_inside_one_that_is_unfrozen(ctx):
+    """Ranks ask again, though the forward of the unit around it has not ended."""
+    torch.manual_seed(0)
+    plain = Scaled().double()
+    plain.inner.requires_grad_(False)
+    model = fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group, reshard_after_forward=True)
+    x = torch.randn(2, 2, WIDTH).double()
+    for trains in (False, True, False):
+        for net in (plain, model):
+            net.scale.requires_grad_(trains)
+            net.zero_grad()
+        for runs in ((True, False), (False, True)):
+            for rank in range(2):
+                loss = (plain(x[rank]) if runs[rank] else plain.scale * x[rank]).square().mean() / 2
+                if trains:
+                    loss.backward()
+            loss = model(x[ctx.rank], runs[ctx.rank]).square().mean()
+            if trains:
+                loss.backward()
+            check_same_gradients(model, plain)
 
 
 @ranks(2)

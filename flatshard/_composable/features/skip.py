@@ -21,9 +21,9 @@ on what it reads in one to the other. It asks whatever the strategy, as backward
 did not: after ``reshard``, or once it is unfrozen.
 
 An answer holds as long as the same parameters train on these ranks: a checksum of them is in its key. Ranks collect garbage
-at different times, so a unit stays in the checksum when it is gone, and one that was only copied is not in it. If the store
-has both answers (a loss network on real and on generated images), the given tensors are taken for inputs. A module of a group
-may be frozen, or have no parameters, where others of the group train.
+at different times, so a unit is counted when it is made, and again in its own forwards and those of its model, but not when
+it is gone. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
+inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Context, Forward, Unit, made_units, owner_of, unit_of
+from flatshard._composable.state import Context, Forward, Unit, owner_of, unit_of
 from flatshard._handle.tensors.changes import changes
 
 Tensors = tuple[torch.Tensor, ...]
@@ -84,8 +84,8 @@ class RanInside(ForwardFeature):
         # [Note: Whether backward comes to a frozen module]
         self._comes, self._label = dict[tuple[nn.Module, int], set[bool]](), NOBODY
         self._asked: dict[tuple[nn.Module, int], int] = {}  # how often all ranks have found that all of them skip it
-        self._counted: tuple[int, int] | None = None  # the group in whose checksum this unit is, and its summand
-        self._changes = -1  # the count of changes when all units were last counted
+        # Its summand in the checksum, and the counts of changes when it was found, and when the whole model's were.
+        self._summand, self._changes, self._looked = 0, -1, -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -94,10 +94,11 @@ class RanInside(ForwardFeature):
         context, elsewhere, self._elsewhere = forward.unit.context, self._elsewhere, []
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
-        if self._counted is None:  # a copy
-            self.count_trained(forward.unit)
-        if torch.is_grad_enabled() and not _trainable_in(forward.unit, forward.module):
-            self._publish(forward.unit, forward.module, output)
+        if torch.is_grad_enabled():
+            if self._changes != changes.count or self._label is not forward.unit.handle.ranks.label:
+                self.count_trained(forward.unit)
+            if not _trainable_in(forward.unit, forward.module):
+                self._publish(forward.unit, forward.module, output)
         order = context.latest_pass.order
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         ran_now = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
@@ -115,23 +116,23 @@ class RanInside(ForwardFeature):
         return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
     def _known(self, unit: Unit, module: nn.Module) -> set[bool]:
-        if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
-            self._label, self._comes, self._asked, self._changes = unit.handle.ranks.label, {}, {}, -1
-        if self._changes != changes.count:
-            self._changes = changes.count
-            for each in made_units.values():
-                if (feature := each.feature(RanInside)) is not None and feature._counted is not None:
+        if self._looked != changes.count or self._label is not unit.handle.ranks.label:
+            self._looked = changes.count
+            around = [forward.unit for forward in unit.context.forwards]
+            for each in units_below([*around, unit][0].module):
+                if (feature := each.feature(RanInside)) is not None:
                     feature.count_trained(each)
         return self._comes.setdefault((module, _trained[unit.runtime.number]), set())  # `_key`, without a call
 
     def count_trained(self, unit: Unit) -> None:
         """Count in the checksum of its process group which parameters of ``unit`` train now."""
-        number, flats = unit.runtime.number, unit.handle.flats
-        trained = bytes([p.requires_grad for flat in flats for p in flat.params])
-        group, before = self._counted or (number, 0)
-        self._counted = number, zlib.crc32(trained, unit.handle.ranks.label.tag)
-        others = _trained.get(number, 0) - (before if group == number else 0)
-        _trained[number] = (others + self._counted[1]) % 2**32
+        self._changes, ranks = changes.count, unit.handle.ranks
+        if self._label is not ranks.label:  # the first time, or it is on other ranks
+            self._label, self._summand, self._comes, self._asked = ranks.label, 0, {}, {}
+        trained = bytes([p.requires_grad for flat in unit.handle.flats for p in flat.params])
+        before, self._summand = self._summand, zlib.crc32(trained, ranks.label.tag)
+        number = unit.runtime.number
+        _trained[number] = (_trained.get(number, 0) + self._summand - before) % 2**32
 
     def _publish(self, unit: Unit, module: nn.Module, output: Any) -> None:
         """Write to the stores whether ``output`` requires a gradient, if this rank has not written that answer yet."""
@@ -262,7 +263,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
         hooks.pre_forward(module, (), {}, frames.of_caller())
         if torch.is_grad_enabled():
             ran = unit.feature(RanInside)
-            if ran is not None and ran._counted is None:  # a copy
+            if ran is not None:
                 ran.count_trained(unit)
             # Ranks that run units inside of it need this rank for them, before they can answer.
             answers_late = any(u is not unit for u in units_below(module))
