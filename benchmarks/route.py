@@ -5,7 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/route.py --show forward    # the route itself, function by function
 
 Two ranks train a Sequential of three blocks; the third step is recorded, as the first ones make things for later. Counted are
-Python calls into the package on the main thread. A unit's forward or backward lasts from its hook to the next unit's.
+Python calls into the package on the main thread. A unit's forward or backward lasts from its hook to the next unit's. The route
+ends at a backend's collectives, so they are gloo's own: payloads in shared memory (``_comm/shared_memory/``) are another page.
 """
 
 import argparse
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--package", choices=list(ENTRIES), default="flatshard")
     parser.add_argument("--show", choices=PHASES)
     given = parser.parse_args()
+    os.environ["FLATSHARD_SHARED_MEMORY"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_run, (f"{folder}/store", given.package, given.show), nprocs=2, start_method="spawn")
 
