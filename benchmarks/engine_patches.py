@@ -1,6 +1,6 @@
 """Bytes and time to bring a step's changes to an inference engine, dense and sparse, over gloo on CPU.
 
-    python benchmarks/engine_patches.py --ranks 4
+    python benchmarks/engine_patches.py
 
 The engine is beside rank 0, in bfloat16. Before each round a share of all elements changes by a few of their last bits, at
 random places: 1 %, and all of them. "full_tensor" is the loop of verl and TRL: on all ranks ``value.full_tensor()`` for each
