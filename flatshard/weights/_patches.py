@@ -200,9 +200,10 @@ def _why_not(patch: Patch, target: torch.Tensor | None) -> str | None:
         return f"gets {at.dtype} indices of shape {tuple(at.shape)} for values of shape {tuple(values.shape)}"
     if len(at) and not 0 <= int(at.min()) <= int(at.max()) < target.numel():
         return f"gets elements {int(at.min())} to {int(at.max())}, and has {target.numel()}"
-    ordered = at.sort().values
-    if (ordered[1:] == ordered[:-1]).any():
-        return "gets an element twice"
+    if not (at[1:] > at[:-1]).all():  # those of decode_patches ascend
+        ordered = at.sort().values
+        if (ordered[1:] == ordered[:-1]).any():
+            return "gets an element twice"
     return None
 
 
@@ -211,8 +212,11 @@ def _why_not(patch: Patch, target: torch.Tensor | None) -> str | None:
 
 def _changes(now: torch.Tensor, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gaps of the changed elements and their values. Without gaps, the values are all elements, or none."""
-    at = differ(now, sent).nonzero().view(-1)
+    chosen = differ(now, sent)
     none = torch.empty(0, dtype=torch.uint8, device=now.device)
+    if int(chosen.sum()) * (1 + now.itemsize) >= now.nbytes:  # a gap takes a byte, or more
+        return none, now
+    at = chosen.nonzero().view(-1)
     if not at.numel():
         return none, now[:0]
     gaps = encode_gaps(at)

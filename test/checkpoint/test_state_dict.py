@@ -1,10 +1,13 @@
 """``state_dict()`` and ``load_state_dict()`` of sharded models, and the values in the dict."""
 
 import copy
+import importlib.util
+import multiprocessing
 import pickle
 import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -294,3 +297,29 @@ def test_saving_takes_no_collective_on_parameters(ctx, path: str) -> None:
         check_equal(each, source)
         each.load_state_dict(each.state_dict())
         check_equal(each, source)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("numpy") is None, reason="gloo sends torch's plans by NumPy")
+@pytest.mark.time_limit(240)  # two more processes import torch
+@ranks(2, timeout=200)
+def test_asynchronous_saves_of_a_process(ctx, path: str) -> None:
+    """``dcp.async_save`` in a process of its own: each rank stages and writes its shards, and later changes stay out."""
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    source = make(1).state_dict()
+    model, other = shard(ctx, make(1), policy={nn.Linear}), shard(ctx, make())
+    state, by_process = {"model": model.state_dict()}, AsyncCheckpointerType.PROCESS
+    me = multiprocessing.current_process()
+    with CommunicationWatch() as watch, mock.patch.dict(me._config, daemon=False):  # a daemon may start no process
+        later = dcp.async_save(state, checkpoint_id=path, process_group=ctx.group, async_checkpointer_type=by_process)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        later.result()
+    assert watch.data == []
+    for name, entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        written = sum(chunk.sizes.numel() for chunk in entry.chunks)  # and not each shard as the full tensor
+        assert written == entry.size.numel(), name
+    dcp.load({"model": other.state_dict()}, checkpoint_id=path, process_group=ctx.group)
+    check_equal(other, source)

@@ -115,7 +115,7 @@ def test_vllm_takes_patches(ctx) -> None:
         load_checkpoint_weight_patches(direct, patches := checkpoint_weight_patches(messages))
         with mock.patch("torch.cuda.current_stream"):  # NCCL's, which there is none of
             trainer.send_weights(sparse_weight_patches(messages))
-        # Receive as a worker does: the metadata by a call, the tensors in pairs.
+        # A worker receives the metadata by a call, and then the tensors in pairs.
         info = told.pop()
         tensors = iter(zip(sent[::2], sent[1::2], strict=True))
         wire = [
@@ -172,7 +172,7 @@ def test_verl_gathers_changes(ctx) -> None:
         shards = iter_param_shards(model, ctx.group, dtype=torch.bfloat16)
         entries = list(hf_delta_export(shards, snapshots, _hf_entry_identity))
         assert {entry[-1] for entry in entries} == {ctx.group}
-        # Send as verl's checkpoint engine does, whose transport needs Ray.
+        # verl's checkpoint engine does the same, and then needs Ray.
         counts, indices, values = ([entry[i] for entry in entries] for i in (2, 3, 4))
         gathered = gather_slot_entries_to_rank0(
             torch.cat(indices), torch.cat(values), torch.cat(counts), group=ctx.group
