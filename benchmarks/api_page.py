@@ -47,7 +47,7 @@ is not sharded yet. In all others it is, and has been trained for a step. `batch
 module's `__all__`.
 """
 """Beginning of the first page."""
-TOP = "The functions and classes that most scripts need."
+TOP = "The functions and classes that most scripts need. The first ten do most of the work."
 """In place of the package's docstring, which ``help`` shows as one screen."""
 ITEMS = ("Args", "Raises", "Attributes")
 """Sections that list names."""
@@ -466,6 +466,8 @@ def pages() -> dict[str, str]:
     for module, found in of_module.items():
         file = f"{_short(module)}.md"
         about = markdown(inspect.getdoc(modules()[module]) or "") if module != "flatshard" else TOP
+        if module == "flatshard":
+            found.sort(key=lambda each: _place_in_help(_short(each[0])))
         names = [name for name, _ in found]
         index += [f"## [{module}]({file})\n", about.split("\n\n")[0] + "\n", _links(names, file) + "\n"]
         parts = [f"# {module}\n", about + "\n", "On this page: " + _links(names) + "\n"]
@@ -473,6 +475,12 @@ def pages() -> dict[str, str]:
         parts += [_entry(name, value) for name, value in found]
         texts[file] = _tidy("\n".join(parts)).rstrip() + "\n"
     return {"index.md": _tidy("\n".join(index)).rstrip() + "\n", **texts}
+
+
+def _place_in_help(name: str) -> int:
+    """Return a name's place among those that the package's docstring describes, or their number if it is not among them."""
+    described = re.findall(r"^ {4}(\w+) {2,}\w", inspect.getdoc(flatshard) or "", re.MULTILINE)
+    return described.index(name) if name in described else len(described)
 
 
 def _short(name: str) -> str:
