@@ -12,6 +12,7 @@ A rank that joins has sharded its module over itself alone, on meta. Its units m
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,7 +78,7 @@ def cuts(units: Iterable[Unit], size: int) -> list[list[PlannedFlat]]:
     Raises:
         ValueError: a strict layout would exceed its limit on padding.
     """
-    loads: dict[int, list[int]] = {}
+    loads: dict[int, Counter[int]] = {}
     found = []
     for unit in units:
         number = 1 if unit.config.strategy.is_whole else size

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flatshard._composable.outputs import tensors_in
-from flatshard.planning._program import sum_of
 
 
 def parse_bytes(value: float | str) -> int:
@@ -81,12 +80,6 @@ def check_arguments(function: str, given: Mapping[str, Any]) -> None:
     for name, row in _CHECKS.items():
         if name in given and not row.is_right(given[name]):
             raise ValueError(f"{function}: {name} must be {row.needed}, got {given[name]!r}")
-
-
-def default_loss(output: Any) -> Any:
-    """Return ``output.loss`` or ``output["loss"]``, or else the sum of its tensors."""
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else sum_of(output)
 
 
 def repeated(inputs: Any, rows: int) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatshard._base.config import MixedPrecision
 from flatshard._composable.construct.policy import Policy
 from flatshard._composable.find import units_of_parameters
-from flatshard.planning._arguments import check_arguments, default_loss, device_type, largest, parse_bytes, repeated
+from flatshard.planning._arguments import check_arguments, device_type, largest, parse_bytes, repeated
 from flatshard.planning._fitted import Baseline, MemoryFit, Tradeoff, UnitFit, names_in_short
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._picture import in_bytes
@@ -44,10 +44,13 @@ def fit_to_memory(
     """Choose what to give up so that a training step takes at most ``bytes_per_rank``. Needs no ranks.
 
     It decides for each unit whether its parameters stay gathered from forward to backward, and whether it computes its
-    forward again in backward in place of keeping activations. If that is not enough: whether embeddings, final norm and
-    head are units of their own (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, with
-    ``offload_optimizer`` whether optimizer state is on the host, and with ``cpu_offload`` which units have all that is theirs
-    there: as few as are enough. The peak that it predicts is that of :func:`plan_step`, which runs the program on meta.
+    forward again in backward in place of keeping activations. With ``microbatches`` units may stay gathered for the whole
+    step, and :func:`no_sync` may save reductions: ``MemoryFit.no_sync``.
+
+    If that is not enough: whether embeddings, final norm and head are units of their own
+    (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, with ``offload_optimizer``
+    whether optimizer state is on the host, and with ``cpu_offload`` which units have all that is theirs there: as few as are
+    enough. The peak that it predicts is that of :func:`plan_step`, which runs the program on meta.
 
     Example::
 
@@ -96,13 +99,12 @@ def fit_to_memory(
     options = StepOptions(
         optimizer=optimizer,
         microbatches=microbatches,
-        no_sync=microbatches > 1,
+        no_sync=False,  # ``Search`` decides
         activations=0,
         example_inputs=example_inputs,
         device=device_type(device),
         widens=None,
-        loss=loss or default_loss,
-        keeps_inputs=True,
+        loss=loss,
         receives=True,
     )
     others = {"mixed_precision": mixed_precision, "ignored_states": ignored_states}
@@ -161,6 +163,8 @@ def _result(search: Search, found_units: str, batch: int | None) -> MemoryFit:
         notes=tuple(search.notes),
         batch=batch,
         makes_optimizer=step.options.optimizer,
+        microbatches=step.options.microbatches,
+        no_sync=chosen.no_sync,
         offloads_optimizer=chosen.states,
     )
 

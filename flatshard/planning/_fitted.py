@@ -101,6 +101,8 @@ class MemoryFit:
     notes: tuple[str, ...]  # what was not possible
     batch: int | None = None  # rows of the largest microbatch, if it was asked for
     makes_optimizer: OptimizerChoice = None  # the argument ``optimizer`` of ``fit_to_memory``
+    microbatches: int = 1  # the argument ``microbatches`` of ``fit_to_memory``
+    no_sync: bool = False  # whether all microbatches but the last run under :func:`no_sync`
     offloads_optimizer: bool = False  # whether optimizer state is on the host: ``optimizer()`` makes one that does it
 
     given_up = OldMember("tradeoffs")
@@ -214,6 +216,7 @@ class MemoryFit:
             "",
             f"units: {len(self.units)} of {self.found}, and the rest of the model",
             *table(_unit_rows(self.units), left=4),
+            *(["", self._accumulation] * (self.microbatches > 1)),
             *(
                 ["", "optimizer: fit.optimizer(model.parameters()), with its state on the host"]
                 * self.offloads_optimizer
@@ -231,6 +234,11 @@ class MemoryFit:
             *(["", *(f"- {note}" for note in self.notes)] if self.notes else ()),
         ]
         return "\n".join(lines)
+
+    @property
+    def _accumulation(self) -> str:
+        under = "all but the last under flatshard.no_sync(model)" if self.no_sync else "each reduced, without no_sync"
+        return f"microbatches: {self.microbatches}, {under}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw what is in memory over the step, by category, as an SVG, with the budget as a line.

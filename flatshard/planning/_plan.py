@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -97,9 +96,10 @@ def plan_step(
         no_sync: whether all but the last of them run under :func:`no_sync`.
         example_inputs: arguments of ``module``'s forward: a tuple, or a dict of keyword arguments. Only shapes and dtypes
             matter, unless the model looks at integers and booleans (masks, positions): their values are used. With them the
-            copy runs its own forward, and backward from the sum of its outputs, so that the order of units, activations and
-            floating-point operations are recorded, too.
-        loss: with ``example_inputs``: a function of what ``module`` returns, from which backward runs. None: the sum of all.
+            copy runs its own forward and backward, so that the order of units, activations and floating-point operations are
+            recorded, too. They are in memory through the step, as in a loop over batches.
+        loss: with ``example_inputs``: a function of what ``module`` returns, from which backward runs. None: its ``loss``, if
+            it has one, or else the sum of all tensors.
         activations: without ``example_inputs``: the bytes that autograd saves in each unit except the outermost, or a dict of
             them by FQN.
         ranks_per_node: for hybrid strategies whose shape is not given, and for comparing with them.
@@ -273,9 +273,9 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
             "Parameters begin at multiples of 16 bytes and shards are multiples of 128 bytes. So other sizes, few elements "
             "for many ranks, and layouts by rows or blocks need padding: make larger units"
         )
-    fullest, mean = max(program.numels), statistics.fmean(program.numels)
-    if fullest > (1 + MUCH_IMBALANCE) * mean:
-        found.append(f"shards are unbalanced: the fullest rank has {fullest:,} elements, the average is {mean:,.0f}")
+    most, mean = program.numels.most, program.numels.mean
+    if most > (1 + MUCH_IMBALANCE) * mean:
+        found.append(f"shards are unbalanced: the fullest rank has {most:,} elements, the average is {mean:,.0f}")
     largest, numel = max(units, key=operator.attrgetter("numel")), sum(u.numel for u in units)
     if len(units) > 1 and largest.numel > DOMINANT * numel:
         found.append(
@@ -292,7 +292,7 @@ def _assumptions(options: StepOptions) -> list[str]:
     reduced = "all but the last under no_sync" if options.no_sync else "each one reduced"
     found = {
         "the second step or a later one; gradients dropped before forward; sizes on the rank with most elements": True,
-        "order, operations and activations recorded on the meta device; the loss is the sum of the outputs": recorded,
+        "order, operations and activations recorded on the meta device": recorded,
         "modules run one after the other, in the order of registration; every trainable parameter is used": not recorded,
         f"activations: {given}": not recorded,
         f"{options.microbatches} microbatches, {reduced}": options.microbatches > 1,

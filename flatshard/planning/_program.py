@@ -17,10 +17,10 @@ import contextlib
 import copy
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Record
 from flatshard.planning._records import Ranks
 
 LossChoice = Callable[[Any], Tensor] | None
-"""The loss of what the model returns. None: the sum of all its tensors that require grad."""
+"""The loss of what the model returns. None: ``_default_loss``."""
 
 FEW_COPIES = 32
 """Bytes for each element of a parameter. An optimizer that needs more for its largest parameter steps them together."""
@@ -74,8 +74,7 @@ class StepOptions:
     example_inputs: Any
     device: str
     widens: bool | None
-    loss: LossChoice = None
-    keeps_inputs: bool = False  # through the whole step, as by a loop over batches
+    loss: LossChoice
     receives: bool = False  # whether memory that gloo's reductions receive into is counted, on CPU
 
     def __post_init__(self) -> None:
@@ -92,7 +91,7 @@ class Program:
         self.ranks, self.options = ranks, options
         self.parts = ranks.total if choice.strategy.joins_axes else ranks.shards
         self.layout_warnings = choice.check_layouts(self.parts)
-        self.numels, self.largest_part = _rank_numels(choice, self.parts, options.device)
+        self.numels = _rank_numels(choice, self.parts, options.device)
         memo = _meta_copies(
             tensor
             for each in module.modules()
@@ -105,10 +104,8 @@ class Program:
         self.books = Books(self.recorder, made or MadeOnce(options.device))
         with self.books:
             self.units = self._sharded()
-        self.inputs = options.example_inputs
-        if options.keeps_inputs:
-            self.inputs = self._on_meta(self.inputs)
-            self.books.track(tensors_in(self.inputs), "others")
+        self.inputs = self._on_meta(options.example_inputs)  # which a loop over batches keeps through the step
+        self.books.track(tensors_in(self.inputs), "others")
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         counted = functools.partial(CountedBuffer, self.books)
         for unit in self.units:
@@ -137,7 +134,7 @@ class Program:
                 return Runtime(Peers(collectives, META, None))
             return Runtime(Peers(collectives, META, Streams(self.recorder, META), host=META))
 
-        rank = self.numels.index(max(self.numels))
+        rank = self.numels.fullest
         shards = every = runtime("shards", rank, self.parts)
         replicas = runtime("replicas", 0, ranks.replicas) if choice.strategy.is_hybrid else None
         if choice.strategy.joins_axes:
@@ -203,7 +200,7 @@ class Program:
         largest = max((part.numel() for part in stepped), default=0)
         temporary = max((sample.device.activations - now for sample in samples[first:]), default=0)
         if temporary <= FEW_COPIES * largest:
-            more = temporary * max(0, self.largest_part - largest) // max(1, largest)
+            more = temporary * max(0, self.numels.largest_part - largest) // max(1, largest)
             for at, sample in enumerate(samples[first:], start=first):
                 if sample.device.activations > now:
                     device = replace(sample.device, activations=sample.device.activations + more)
@@ -250,14 +247,13 @@ class Program:
         self.books.look()
 
     def _run_once(self) -> None:
-        """Run a forward with the example inputs, and a backward from the sum of its outputs."""
+        """Run a forward with the example inputs, and a backward from the loss."""
         inputs = self.inputs
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         args = (args,) if isinstance(args, Tensor) else args
-        given: Callable[[Any], Any] = (lambda value: value) if self.options.keeps_inputs else self._on_meta
         try:
-            output = self.root(*given(args), **given(kwargs))  # which this frame does not keep alive
-            loss = sum_of(output) if self.options.loss is None else self.options.loss(output)
+            output = self.root(*args, **kwargs)
+            loss = (self.options.loss or _default_loss)(output)
             del output
             self.recorder.phase = "backward"
             if loss is not None:
@@ -382,8 +378,11 @@ class _Use(torch.autograd.Function):
 _use: Callable[..., Tensor] = _Use.apply
 
 
-def sum_of(output: Any) -> Tensor | None:
-    """Return the default loss of ``output``: the sum of its floating-point tensors that require grad, or None."""
+def _default_loss(output: Any) -> Tensor | None:
+    """Return ``output.loss``, ``output["loss"]``, the sum of its floating-point tensors that require grad, or None."""
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
     losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
     return functools.reduce(torch.add, losses) if losses else None
 
@@ -405,19 +404,39 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     return memo
 
 
-def _rank_numels(choice: Choice, shards: int, device: str) -> tuple[list[int], int]:
-    """Return the elements of each rank without padding, and of the largest shard of a parameter on the device."""
-    numels, largest = [0] * shards, 0
+class RankNumels(NamedTuple):
+    """Elements of ranks, without padding."""
+
+    fullest: int  # the first rank with most elements
+    most: int  # elements on it
+    mean: float  # elements on a rank, on average
+    largest_part: int  # of a parameter on the device, on any rank
+
+
+def _rank_numels(choice: Choice, shards: int, device: str) -> RankNumels:
+    """Count the elements of ``shards`` ranks. It lists changes from rank to rank, as there may be a million ranks."""
+    changes, on_all, largest = Counter[int]({0: 0}), 0, 0
     loads: Loads = {}
     for unit, flat in ((each, flat) for each in choice.planned for flat in plan_flats(each, shards, loads)):
-        size = flat.layout.shard_numel
-        parts = [size] * flat.layout.world_size
+        layout = flat.layout
         is_offloaded = unit.config.cpu_offload.offload_params and device != "cpu"
-        for start, stop in ((info.start, info.stop) for info in (() if is_offloaded else flat.layout.params)):
-            ends = min(stop, (start // max(1, size) + 1) * size)  # of the first part; those between are whole shards
-            largest = max(largest, ends - start, min(size, stop - ends))
-        for start, stop in flat.layout.gaps():
-            for rank in range(start // size, -(-stop // size)):
-                parts[rank] -= min(stop, (rank + 1) * size) - max(start, rank * size)
-        numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part for all ranks, or one for each
-    return numels, largest
+        for info in (info for info in layout.params if info.numel):
+            for first, end, numel in _ranges(info.start, info.stop, layout.shard_numel):
+                largest = max(largest, 0 if is_offloaded else numel)
+                if layout.world_size < shards:
+                    on_all += numel
+                else:
+                    changes[first] += numel
+                    changes[end] -= numel
+    ranks = sorted(changes)
+    numels = list(itertools.accumulate(changes[rank] for rank in ranks))
+    mean = on_all + sum(n * (end - rank) for n, rank, end in zip(numels, ranks, ranks[1:], strict=False)) / shards
+    return RankNumels(ranks[numels.index(max(numels))], on_all + max(numels), mean, largest)
+
+
+def _ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first shard, end, elements in each) for elements ``start`` to ``stop``, over shards of ``size`` elements."""
+    first, last = start // size, (stop - 1) // size
+    for shard, end in ((first, first + 1), (first + 1, last), (max(last, first + 1), last + 1)):
+        if shard < end:
+            yield shard, end, min(stop, (shard + 1) * size) - max(start, shard * size)

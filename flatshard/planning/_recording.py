@@ -376,13 +376,14 @@ def _category(frame: Any) -> str:
 class _Received:
     """A reduction over gloo, which receives into memory of its own until it is waited for."""
 
-    def __init__(self, pending: Pending, received: list[torch.Tensor]) -> None:
-        self._pending, self._received = pending, received
+    def __init__(self, pending: Pending, received: torch.Tensor) -> None:
+        self._pending = pending
+        self._received: torch.Tensor | None = received
 
     def wait(self) -> None:
         """Wait for the sums, and free the memory."""
         self._pending.wait()
-        self._received.clear()
+        self._received = None
 
 
 class RecordingCollectives(BuiltinCollectives):
@@ -419,9 +420,11 @@ class RecordingCollectives(BuiltinCollectives):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         if input.dtype is not output.dtype and self._recorder.current is not self._recorder.main:
             torch.empty_like(input)  # what ``DefaultCollectives`` receives into, and frees when the stream is done
-        received = [torch.empty_like(output, dtype=input.dtype) for _ in range(self.size - 1 if self.receives else 0)]
-        pending = self._issue("reduce-scatter", input, self._name, label)
-        return _Received(pending, received) if received else pending
+        if not self.receives:
+            return self._issue("reduce-scatter", input, self._name, label)
+        # Shards of all other ranks are one tensor here: thousands of tensors would take thousands of operations.
+        received = input.new_empty((self.size - 1) * output.numel())
+        return _Received(self._issue("reduce-scatter", input, self._name, label), received)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         return self._issue("all-reduce", tensor, "replicas", label)

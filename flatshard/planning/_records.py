@@ -70,7 +70,7 @@ class Memory:
     reductions: int = 0  # inputs and outputs of gradient reductions
     arriving: int = 0  # gradients that autograd has computed, until they are copied into a reduction's input
     activations: int = 0  # inputs, saved tensors and temporary results of modules, or the argument `activations`
-    others: int = 0  # buffers and ignored parameters
+    others: int = 0  # buffers, ignored parameters and example inputs
 
     @property
     def total(self) -> int:

@@ -1,7 +1,8 @@
 """The search for what a step gives up, so that it is within a budget. [Note: What is given up]
 
 [Note: What is given up]
-A *change* gives up one thing: a unit's gathered parameters, its activations, or an option of all units. Changes are in
+A *change* gives up one thing: a unit's gathered parameters, its activations, or an option of all units. With microbatches
+the search begins with units that stay gathered until the shards change, and gradients that are reduced once. Changes are in
 *levels*. The first level has those whose cost is known, bytes sent or operations computed again, in the order of cost for
 each byte that they free. Bytes do not tell the cost of the others: less prefetch, shards of a hybrid strategy over all ranks,
 and at last optimizer state and units on the host.
@@ -27,7 +28,8 @@ from flatshard.planning._report import StepPlan
 from flatshard.planning._step import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORWARD, Configuration, Step, UnitChoice
 
 FEW = 24
-"""Most changes of the first level that are tried one by one, whether the step fits without them."""
+"""Most changes of the first level that are tried one by one, whether the step fits without them. Of more, only those of all
+units are."""
 
 
 class Change(NamedTuple):
@@ -71,8 +73,13 @@ class Search:
     ) -> None:
         self.step, self.ranks, self.budget, self._rate = step, ranks, budget, flops_per_byte
         self.notes: list[str] = []  # what is not possible
-        stays = UNTIL_BACKWARD if step.options.microbatches == 1 else UNTIL_CHANGE
-        self.start = Configuration(tuple(UnitChoice(name, stays) for name in names))  # nothing is given up
+        self._accumulates = step.options.microbatches > 1
+        stays = UNTIL_CHANGE if self._accumulates else UNTIL_BACKWARD
+        self.start = Configuration(  # nothing is given up
+            tuple(UnitChoice(name, stays) for name in names),
+            outermost=UNTIL_CHANGE if self._accumulates else UNTIL_FORWARD,  # it stays until its backward anyway
+            no_sync=self._accumulates,
+        )
         self.first = step.plan(self.start, ranks)
         self._tried = [self.start]
         self._levels = self._all_levels(recomputes, *hosts)
@@ -81,9 +88,13 @@ class Search:
 
     def _all_levels(self, recomputes: bool, states: bool, units: bool) -> list[list[Change]]:
         names = [unit.fqn for unit in self.start.units]
-        split = self._possible([Change("the outermost unit is split", {"split": True})])
+        split = self._possible([Change("the outermost unit is split", {"split": True, "outermost": UNTIL_FORWARD})])
         first = self._unit_changes(recomputes)
-        for each in split:
+        accumulation = [
+            Change("gradients are reduced in each microbatch, without no_sync", {"no_sync": False}),
+            Change("the outermost unit is freed after each backward", {"outermost": UNTIL_FORWARD}),
+        ]
+        for each in split + accumulation * self._accumulates:
             plan = self.plan([each])
             freed, sent = (
                 self.first.total_peak.nbytes - plan.total_peak.nbytes,
@@ -179,7 +190,8 @@ class Search:
             count = 0 if fits(0) else bisect.bisect_left(range(len(level)), True, lo=min(1, len(level)), key=fits)
             chosen = [*level[:count], *chosen]
         few = [change for change in chosen if change in self._levels[0]]
-        for change in sorted(few, key=lambda change: change.cost, reverse=True) if len(few) <= FEW else ():
+        few = few if len(few) <= FEW else [change for change in few if change.unit is None]
+        for change in sorted(few, key=lambda change: change.cost, reverse=True):
             less = [each for each in chosen if each is not change]
             chosen = less if self._fits(less) else chosen
         return chosen

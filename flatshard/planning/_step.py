@@ -47,6 +47,8 @@ class Configuration:
     """The options of a step."""
 
     units: tuple[UnitChoice, ...]  # without the outermost one, in module order
+    outermost: int = UNTIL_FORWARD  # how long the outermost unit stays, and units that are split from it
+    no_sync: bool = False  # only the last microbatch reduces gradients
     split: bool = False  # the outermost unit is split: by ``SplitRoot``
     limit: int | None = None  # for the units that are prefetched: ``prefetch_limit_bytes``. 0: none is
     joined: bool = False  # a hybrid strategy shards over all ranks
@@ -68,13 +70,14 @@ class Configuration:
         policy: Any = {}
         for unit in self.units:
             own = policy[unit.fqn] = dict[str, Any]()
-            if unit.stays != UNTIL_FORWARD:
+            if unit.stays != self.outermost:
                 kept = {"strategy": self.strategy_of(unit.stays, ranks)}
                 own |= {"reshard_after_forward": False} if self.joined else kept
             own |= {"recompute": True} if unit.recomputes else {}
             own |= {"cpu_offload": True} if unit.on_host else {}
         given: dict[str, Any] = {"policy": SplitRoot(policy) if self.split else policy}
-        given |= {"strategy": self.strategy_of(UNTIL_FORWARD, ranks)} if ranks.replicas > 1 else {}
+        strategy = self.strategy_of(self.outermost, ranks)
+        given |= {"strategy": strategy} if strategy is not ShardingStrategy.FULL_SHARD else {}
         if self.limit is not None:
             none = {"backward_prefetch": None, "forward_prefetch": False}
             given |= {"prefetch_limit_bytes": self.limit} if self.limit else none
@@ -122,7 +125,7 @@ class Step:
         """Return the plan of the step. Each is made once."""
         key = configuration, ranks
         if key not in self._plans:
-            options = self.options
+            options = dataclasses.replace(self.options, no_sync=configuration.no_sync)
             if configuration.states:
                 make: Any = options.optimizer
                 offloaded = functools.partial(OffloadedOptimizer, optimizer_class=make)

@@ -110,12 +110,12 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
     if "strategy" in options and options["strategy"].is_hybrid:
         options["device_mesh"] = env.replicas
     model = env.shard(env.make(Wide), **options)
-    optimizer = sgd(model.parameters())
+    optimizer, batch = sgd(model.parameters()), env.tensor(16, 64)
 
     def step() -> None:
         for number in range(micro):
             with flatshard.no_sync(model) if holds and number < micro - 1 else contextlib.nullcontext():
-                model(env.tensor(16, 64)).sum().backward()
+                model(batch).sum().backward()
 
     for _ in range(2):
         step()

@@ -175,14 +175,22 @@ def test_training_is_that_of_one_process(ctx, name: str):
 
 
 def test_several_microbatches():
-    """Units that stay unsharded until the step save a gather in each microbatch. They are given up first if that is
-    enough."""
-    given = options("uneven", microbatches=3, policy=Uneven)
-    free = fit_to_memory(on_meta(uneven), bytes_per_rank="1 GiB", **given)
-    assert {unit.strategy for unit in free.units} == {"SHARD_OPTIM"}
-    least = fit_to_memory(on_meta(uneven), bytes_per_rank=int(0.95 * free.peak.nbytes), **given)
-    assert least.tradeoffs
-    assert least.plan.sent_nbytes >= free.plan.sent_nbytes
+    """All units stay unsharded until the step, and only the last microbatch reduces, unless the budget is too small."""
+    make = MODELS["residual"][0]
+    given = options("residual", microbatches=3, policy=Uneven)
+    planned = {**given, "compare": False}
+    free = fit_to_memory(on_meta(make), bytes_per_rank="1 GiB", **given)
+    assert free.no_sync
+    assert "microbatches: 3, all but the last under flatshard.no_sync(model)" in str(free)
+    most = plan_step(on_meta(make), strategy="shard_optim", no_sync=True, **planned)
+    assert (free.peak.nbytes, free.plan.sent_nbytes) == (most.total_peak.nbytes, most.sent_nbytes)
+    each_reduced = plan_step(on_meta(make), recompute=True, **planned).total_peak.nbytes
+    tight = fit_to_memory(on_meta(make), bytes_per_rank=each_reduced, **given)
+    assert not tight.no_sync
+    assert "microbatches: 3, each reduced, without no_sync" in str(tight)
+    assert any("without no_sync" in each.what for each in tight.tradeoffs)
+    again = plan_step(on_meta(make), **planned | tight.arguments)
+    assert (again.samples, again.collectives) == (tight.plan.samples, tight.plan.collectives)
 
 
 def test_the_page(tmp_path):

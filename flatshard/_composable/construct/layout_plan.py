@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,7 +50,7 @@ from flatshard.layouts.packing import Piece, pack
 PARAM_ALIGNMENT = 16  # bytes
 SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT
 
-Loads = dict[Groups | None, list[int]]
+Loads = dict[Groups | None, Counter[int]]
 """The work of each rank on uncut parameters so far, for each of the groups that parameters are sharded over."""
 
 
@@ -102,13 +102,13 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
     flats = []
     for (groups, dtype, _, options, _), members in found.items():
         size = sizes[groups]
-        works = loads.setdefault(groups, [0] * size)
+        works = loads.setdefault(groups, Counter())
         flats.append(_lay_out(unit.fqn, members, dtype, options, size if is_sharded else 1, works))
     return flats
 
 
 def plan_again(
-    flat: FlatParam, unit: str, choice: LayoutChoice, world_size: int, loads: dict[int, list[int]]
+    flat: FlatParam, unit: str, choice: LayoutChoice, world_size: int, loads: dict[int, Counter[int]]
 ) -> PlannedFlat:
     """Plan ``flat`` of ``unit``, which is sharded already, over ``world_size`` ranks. Its parameters have stand-ins on meta.
 
@@ -120,7 +120,7 @@ def plan_again(
         stand_in = nn.Parameter(unsharded, param.requires_grad and flat.kind.is_trainable)
         stand_in.__dict__.update({k: v for k, v in vars(param).items() if k != "_flatshard_info"})
         members.append(_Member(PlannedParam(info.fqn, stand_in), stand_in, layout_for(choice, info.fqn, stand_in)))
-    works = loads.setdefault(world_size, [0] * world_size)
+    works = loads.setdefault(world_size, Counter())
     return _lay_out(unit, members, flat.kind.dtype, flat.options, world_size, works)
 
 
@@ -174,7 +174,7 @@ def _lay_out(
     dtype: torch.dtype,
     options: FlatOptions,
     world_size: int,
-    loads: list[int],
+    loads: Counter[int],
 ) -> PlannedFlat:
     """Plan one flat parameter of ``members``. A layout that takes too much padding is replaced by ``Elements``."""
     owned, layouts = tuple([m.owned for m in members]), [m.layout for m in members]
@@ -242,7 +242,7 @@ def plan_layout(
     return FlatLayout(tuple(infos), world_size, shard)
 
 
-def balanced(layout: FlatLayout, works: Sequence[int], loads: list[int]) -> FlatLayout:
+def balanced(layout: FlatLayout, works: Sequence[int], loads: Counter[int]) -> FlatLayout:
     """Return ``layout`` with its shards assigned to other ranks, to balance work on uncut parameters over many layouts.
 
     Shards that share a parameter with a neighbour keep their rank. The largest work goes to the rank with the smallest load.
