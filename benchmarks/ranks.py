@@ -79,7 +79,7 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
     set_environment()
     logging.disable(logging.WARNING)  # in this process only: torchrun warns of each signal that it forwards
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(count), script, *arguments])
+        torchrun(["--standalone", "--monitor-interval", "1", "--nproc-per-node", str(count), script, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}")

@@ -30,7 +30,16 @@ from ranks import set_environment
 from suite import Table, arguments, commit
 
 HERE = Path(__file__).parent
-QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "one_gpu")
+QUICK = (
+    "copied_bytes",
+    "memory",
+    "host_overhead",
+    "optimizer_overhead",
+    "setup_time",
+    "step_time",
+    "small_steps",
+    "one_gpu",
+)
 MORE = ("checkpoint", "engine_patches", "instructions", "shared_memory", "weight_updates")
 """Benchmarks that run with ``--full``, or by name."""
 

@@ -179,12 +179,15 @@ class Segment:
         for late in [block for block in self._late if block not in self._blocks]:
             self._return_pages(late.start, late.stop)
             self._late.remove(late)
-        size, gaps = Block(0, self._size, nbytes).stop, self._gaps()
-        index = next((i for i, (start, stop) in enumerate(gaps) if start + size <= stop), len(gaps) - 1)
-        block = Block(gaps[index][0], self._size, nbytes)
+        index, block = 0, Block(first_block(self._size), self._size, nbytes)
+        for index, other in enumerate(self._blocks, 1):
+            if block.stop <= other.start:
+                index -= 1
+                break
+            block = Block(other.stop, self._size, nbytes)
         self._populate(block.start, block.stop)
         self._top = max(self._top, block.stop)
-        self.await_readers(block, ())
+        self.mapping.map[self._marks(block)] = b"\1" * self._size
         self._blocks.insert(index, block)
         return block
 
