@@ -19,7 +19,7 @@ On the simulated device, ``test/accelerator/test_report.py`` plants a fault in e
   (``gpu_parity.py``): strategies, late and poisoned devices with a planted fault, captured steps, schedules, offload,
   precision, models. In float64, the tolerance is 1e-9 of the change by training. FSDP2 has the same check.
 - host: ``host_overhead.py`` on the GPU: host time of a unit.
-- step: ``one_gpu.py``: a GPT of 1.3 billion parameters in bf16, over the fake group of 8.
+- step: ``one_gpu.py``: a GPT of 1.3 billion parameters in bf16, over the fake group of 8, also with offload.
 - predictions: ``predictions.py``: the peak of memory that ``plan`` and ``fit`` predict, against the measured one.
 - tests that need a GPU, if pytest is installed (``pip install -e '.[test]'``).
 - hybrid: hybrid strategies on four ranks, or on all GPUs.
@@ -420,6 +420,7 @@ def tables(
     return Part(name, seconds, run, **options)
 
 
+OFFLOAD = "flatshard, offload"
 SHORT_ROWS = ["--rows", "plain", "flatshard", "flatshard, static buffers", "FSDP2", "FSDP1"]
 FEW_PLACES = ["--places", "gpu_fake_8_bf16", "gpu_nccl_1"]
 CORRECTNESS = ["strategies", "disturbances", "capture", "schedules", "offload", "precision", "models", "others"]
@@ -427,7 +428,7 @@ PARTS = [
     Part("probe", 40, Machine.probe, on_all=True),
     on_ranks("correctness", 150, CORRECTNESS),
     tables("host", 60, "host_overhead", "--gpu", "--units", "50"),
-    tables("step", 90, "one_gpu", "--places", "gpu_fake_8_bf16", *SHORT_ROWS, *LARGE),
+    tables("step", 90, "one_gpu", "--places", "gpu_fake_8_bf16", *SHORT_ROWS, OFFLOAD, *LARGE),
     tables("predictions", 40, "predictions"),
     Part("tests", 70, Machine.tests, simulated=False),
     on_ranks("hybrid", 50, ["hybrid"], 4),

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from accelerator.harness import Cases, Env, mean_square, numbers
+from torch.autograd.graph import increment_version
 
 import flatshard
 from flatshard import ShardingStrategy as S
@@ -60,6 +61,40 @@ def step(
 
 
 cases.add(OPTIONS)(step)
+
+
+REPLAYED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "static_buffers": {"static_buffers": True},
+    "grad_op": {"strategy": S.SHARD_GRAD_OP},
+    "optim": {"strategy": S.SHARD_OPTIM},
+}
+
+
+@cases.add(REPLAYED, fake=False)
+def replayed(env: Env, **options: Any) -> Any:
+    """Replay a step, with evaluations between the replays: each sees the parameters of the last."""
+    model = env.shard(env.make(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    batch = env.batch(0)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        mean_square(model(batch)).backward()
+        optimizer.step()
+
+    with env.side_stream():
+        for _ in range(3):
+            run()
+    with env.capture() as graph:
+        run()
+    outputs = []
+    for _ in range(3):
+        env.replay(graph, run)
+        increment_version(list(model.parameters()))  # which a replay does not
+        with torch.no_grad():
+            outputs.append(model(batch))
+    return outputs, numbers(model)
 
 
 @cases.add({"finalized": {"finalized": True}}, ranks=1, fake=False)

@@ -162,17 +162,27 @@ class Env:
             yield
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self) -> Iterator[Any]:
         """Capture as in a CUDA graph, on a new stream. On CPU, only compute."""
         if not self.is_simulated:
-            yield
+            yield None
             return
         from accelerator.sim import sim
 
         device = torch.get_device_module(self.device)
-        with device.stream(device.Stream()), sim.capture():
-            yield
+        with device.stream(device.Stream()), sim.capture() as graph:
+            yield graph
         device.synchronize()
+
+    @staticmethod
+    def replay(graph: Any, run: Callable[[], object]) -> None:
+        """Replay the graph of ``run``. On CPU, run it."""
+        if graph is None:
+            run()
+        else:
+            from accelerator.sim import sim
+
+            sim.replay(graph)
 
     @contextlib.contextmanager
     def steady(self, wanted: bool = True) -> Iterator[None]:

@@ -91,6 +91,7 @@ class Block:
     asked: int = 0  # requested bytes
     accesses: list[Access] = field(default_factory=list)
     recorded: bool = False  # by record_stream
+    pool: Any = None  # who may reuse the memory: a stream, or a graph on it
     stack: Stack = ()  # of the allocation
     free_stack: Stack = ()
 
@@ -155,6 +156,13 @@ class Task:
         return (self.wait is None or self.wait.done) and (self.ready is None or self.ready())
 
 
+@dataclass(slots=True, eq=False)
+class Graph:
+    """Captured kernels in the order of their launches, which is one that streams and events allow."""
+
+    kernels: list[tuple[str, Callable[[], Any], Ranges, Ranges]] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Queue:
     """A stream."""
@@ -201,6 +209,7 @@ class Machine:
         self._touched = time.monotonic()  # when the host last issued anything
         self._random = random.Random(1)
         self._capturing: set[Key] = set()
+        self._graph = Graph()  # of the latest capture
         self._blocks: list[Block] = []  # by address
         self._starts: list[int] = []
         self._pools: dict[Any, list[Block]] = collections.defaultdict(list)
@@ -337,8 +346,10 @@ class Machine:
         return self.current(self.shim.current()[0]) in self._capturing
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        """Check tasks of the current stream inside as if ``torch.cuda.graph`` captured them.
+    def capture(self) -> Iterator[Graph]:
+        """Capture tasks of the current stream inside like ``torch.cuda.graph``. They also run, as by a first replay.
+
+        Memory that is allocated inside is the graph's for good: nothing else reuses it.
 
         Raises:
             CaptureError: if CUDA would refuse the capture.
@@ -348,9 +359,9 @@ class Machine:
         if not self._queues[key].is_side:
             raise CaptureError("capture needs a stream other than the default one")
         self._capturing, before = {key}, len(self.host_syncs)
-        given = self.given()
+        given, self._graph = self.given(), Graph()
         try:
-            yield
+            yield self._graph
             origin = self._queues[key]
             for other in self._capturing - {key}:
                 if origin.clock.get(other, 0) < self._queues[other].issued:
@@ -364,6 +375,12 @@ class Machine:
                     raise CaptureError(f"stream {other} was used inside the capture, and is not part of it")
         finally:
             self._capturing = set()
+
+    def replay(self, graph: Graph) -> None:
+        """Launch the kernels of a graph on the current stream. No version counter of a tensor sees that."""
+        key = self.current(self.shim.current()[0])
+        for kernel in graph.kernels:
+            self.enqueue(key, *kernel)
 
     # -- running
 
@@ -446,9 +463,9 @@ class Machine:
                 return self._blocks[i]
             return None
 
-    def _new_block(self, nbytes: int, home: Any, stack: Stack) -> Block:
+    def _new_block(self, nbytes: int, home: Any, stack: Stack, pool: Any = None) -> Block:
         size = _round_up(nbytes)
-        block = Block(self.shim.raw(size), size, home, asked=nbytes, stack=stack)
+        block = Block(self.shim.raw(size), size, home, asked=nbytes, pool=pool, stack=stack)
         i = bisect.bisect_right(self._starts, block.ptr)
         self._starts.insert(i, block.ptr)
         self._blocks.insert(i, block)
@@ -461,21 +478,28 @@ class Machine:
         self._check(q, block, access, block.free_stack)
         block.accesses = [access]
         ptr, size = block.ptr, block.size
-        q.tasks.append(Task(name, self._number, run=lambda: self.shim.fill(ptr, size, 255)))  # NaN
+
+        def fill() -> None:
+            self.shim.fill(ptr, size, 255)  # NaN
+
+        q.tasks.append(Task(name, self._number, run=fill))
+        if q.key in self._capturing:
+            self._graph.kernels.append((name, fill, [], [(ptr, ptr + size)]))
 
     def alloc(self, nbytes: int, device: int, stream: int) -> int:
         with self:
             key, stack = (device, stream), self._stack()
             q, size = self._queues[key], _round_up(nbytes)
-            for block in self._just_freed.pop(key, []):
+            pool = (key, id(self._graph)) if key in self._capturing else key
+            for block in self._just_freed.pop(pool, []):
                 self._overwrite(q, block, "the next tensor that is allocated", stack)
-            fits = [b for b in self._pools[key] if size <= b.size <= 2 * size]
+            fits = [b for b in self._pools[pool] if size <= b.size <= 2 * size]
             if fits:
                 block = min(fits, key=lambda b: b.size)
-                self._pools[key].remove(block)
+                self._pools[pool].remove(block)
                 block.free, block.free_stack, block.stack, block.asked = False, (), stack, nbytes
             else:
-                block = self._new_block(nbytes, key, stack)
+                block = self._new_block(nbytes, key, stack, pool)
                 self._overwrite(q, block, "allocation", stack)
             self.allocated += block.size
             self.peak = max(self.peak, self.allocated)
@@ -497,8 +521,8 @@ class Machine:
         block.free, block.free_stack = True, stack
         self.allocated -= block.size
         if not block.recorded:
-            self._pools[block.home].append(block)
-            self._just_freed[block.home].append(block)
+            self._pools[block.pool].append(block)
+            self._just_freed[block.pool].append(block)
 
     def record_stream(self, ptr: int, device: int, stream: int) -> None:
         """Never reuse the block after its free, which is later than any of the stream's tasks."""
@@ -556,6 +580,8 @@ class Machine:
             for lo, hi in writes:
                 self.access(q, lo, hi, True, name, stack)
             q.tasks.append(Task(name, self._number, run=run, ready=ready, record=record))
+            if key in self._capturing:
+                self._graph.kernels.append((name, run, reads, writes))
 
     def access(self, q: Queue, lo: int, hi: int, write: bool, name: str, stack: Stack) -> None:
         """Record that the latest task of ``q`` reads or writes these bytes."""
@@ -565,7 +591,7 @@ class Machine:
         block = self.find(lo)
         if block is None:
             raise RuntimeError(f"{name} would touch memory that is not allocated on the simulated device: {lo:#x}")
-        if block.free:
+        if block.free and block.pool == block.home:  # a graph keeps the memory that was freed in its capture
             free = Access(lo, hi, True, q.key, 0, "free", block.free_stack)
             self._race("use of freed memory", free, access, block, block.free_stack)
         self._check(q, block, access)

@@ -19,8 +19,9 @@ Every access is checked with vector clocks, like torch.cuda._sanitizer: under an
 pairs of accesses to the same bytes, with both stacks. ``sim.host_syncs`` lists waits of the host. ``sim.capture()``
 enforces the rules of CUDA graphs.
 
-An operator computes on CPU, on the same bytes. Limits: no time, no occupancy, no real graph; results have the meta
-device's dtypes; host memory is checked only if it is pinned, in copies and in operators inside a ``HostWatch``.
+An operator computes on CPU, on the same bytes. Limits: no time, no occupancy; the replay of a graph runs one kernel after the
+other; results have the meta device's dtypes; host memory is checked only if it is pinned, in copies and in operators inside a
+``HostWatch``.
 """
 
 import atexit
