@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import flatshard
 
 ENTRIES = {
-    "flatshard": ("UnitHooks.pre_forward", "UnitHooks.pre_backward"),
+    "flatshard": ("UnitHooks.pre_forward", "pre_backward"),
     "fsdp2": ("FSDPState._pre_forward", "FSDPState._pre_backward"),
 }
 """The hooks with which a unit's forward and backward begin."""

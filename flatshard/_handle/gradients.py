@@ -52,7 +52,7 @@ from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import GradDtypes, choose, promoted
-from flatshard._handle.tensors.local_numbers import consume, retype
+from flatshard._handle.tensors.local_numbers import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
@@ -64,7 +64,11 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operati
 _grad, _set_plain_grad, _grad_of_plain = plain_grad.__get__, plain_grad.__set__, operator.attrgetter("grad")
 _plain_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("requires_grad")
-_NONE = itertools.repeat(None)
+_NONE, _INFO = itertools.repeat(None), itertools.repeat("_flatshard_info")
+_SHARDED_GRADIENT = (
+    itertools.repeat("__class__"),
+    itertools.repeat(ShardedGradient),
+)  # as `retype` sets it, without a call
 _STRIDED = {torch.strided}
 _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
 
@@ -200,7 +204,9 @@ class GradSlices:
         # Slices without elements are made once.
         of_each = zip([(0,) if 0 not in shape else shape for shape in shapes], itertools.cycle(dtypes))
         self._empties = [torch.empty(shape, dtype=dtype, device=flat.kind.device) for shape, dtype in of_each]
-        retype([self._empties[i] for i in sharded], ShardedGradient, "_flatshard_info", [infos[i] for i in sharded])
+        marked = [self._empties[index] for index in sharded]
+        consume(map(setattr, marked, *_SHARDED_GRADIENT))
+        consume(map(setattr, marked, _INFO, [infos[index] for index in sharded]))
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
@@ -215,9 +221,9 @@ class GradSlices:
         if self._dtypes is not None:  # grad_dtype.py, [Note: The dtype of a gradient]
             grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
         if self._infos:
-            marked = [grads[index] for index in self._marked]  # as `retype` does, without a call
-            consume(map(setattr, marked, itertools.repeat("__class__"), itertools.repeat(ShardedGradient)))
-            consume(map(setattr, marked, itertools.repeat("_flatshard_info"), self._infos))
+            marked = [grads[index] for index in self._marked]
+            consume(map(setattr, marked, *_SHARDED_GRADIENT))
+            consume(map(setattr, marked, _INFO, self._infos))
         return grads
 
 
