@@ -97,8 +97,6 @@ class Unit:
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
-        for ranks in self.handle.all_ranks:
-            ranks.label.describe_by(self.handle)
 
     def move(self, context: Context, runtime: Runtime) -> None:
         """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
