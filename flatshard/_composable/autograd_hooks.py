@@ -75,7 +75,7 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
             "run forward again after it"
         )
     # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
-    if not (awaited and awaited.finishes_previous_at and context.reductions.frees) and prefetches_before(unit):
+    if not (awaited and awaited.acts_at and context.reductions.frees) and prefetches_before(unit):
         prefetch_next(record)
 
 
@@ -132,7 +132,7 @@ def complete_unit(unit: Unit) -> None:
     assert now is not None
     assert now.awaited is not None
     # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
-    if now.awaited.finishes_previous_at:
+    if now.awaited.acts_at:
         finish_previous(unit)
     if may_get_more(unit):
         postpone(backward, unit)

@@ -150,7 +150,7 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     awaited.expected[task] = count
     awaited.pending = pending = awaited.pending + count
     # reduction_queue.py, [Note: Reductions in flight]
-    awaited.finishes_previous_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
+    awaited.acts_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
     if count:
         backward.bringing.add(task)
         backward.ready.discard(unit)
@@ -268,15 +268,15 @@ def gradient_hook(
         now, task = graph.now, current_graph_task()
         awaited = None if now is None else now.awaited
         # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
-        if (
-            awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad)
-        ) and (awaited := receive(task)) is None:
-            return
+        if awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad):
+            awaited = receive(task)
+            if awaited is None:
+                return
         awaited.pending = pending = awaited.pending - 1
-        if pending > awaited.finishes_previous_at:
+        if pending > awaited.acts_at:
             return
         if pending > 0:
-            awaited.finishes_previous_at = 0
+            awaited.acts_at = 0  # from now on, only the last one acts
             finish_previous()
         elif not pending and awaited.task == task:
             complete()

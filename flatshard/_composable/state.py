@@ -244,9 +244,10 @@ class AwaitedGradients:
     some_frozen: bool  # whether some parameters of the unit do not require grad
     expected: dict[int, int]  # by each graph task that has reached the unit: how many gradients it has
     pending: int = 0  # gradients of all of them that are still to come
-    # When `pending` falls to this number, that gradient ends the previous unit's reduction. 0: no gradient does.
-    finishes_previous_at: int = 0
-    # The graph task whose gradients are only counted: they stay where autograd puts them until all have come.
+    # When `pending` falls to this number, something is to be done: the previous unit's reduction ends, if it has not ended
+    # yet; then, at 0, the last gradient completes the unit.
+    acts_at: int = 0
+    # The graph task whose gradients are only counted, if there is one: they stay with autograd until all have come.
     counts_only_in: int | None = None
 
 
