@@ -4,9 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/route.py --package fsdp2   # FSDP2 of the installed torch
     OMP_NUM_THREADS=1 python benchmarks/route.py --show forward    # the route itself, function by function
 
-Two ranks train a Sequential of three blocks; the third step is recorded, as the first ones make things for later. Counted are
-Python calls into the package on the main thread. A unit's forward or backward lasts from its hook to the next unit's. The route
-ends at a backend's collectives, so they are gloo's own: payloads in shared memory (``_comm/shared_memory/``) are another page.
+Two ranks train a Sequential of three blocks; the third step is recorded, as the first ones make things for later. Counted
+are Python calls into the package on the main thread. A unit's forward or backward lasts from its hook to the next unit's.
+The route ends at a backend's collectives, so they are gloo's own: payloads in shared memory (``_comm/shared_memory/``) are
+another page.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 import flatshard
 
 ENTRIES = {
-    "flatshard": ("UnitHooks.pre_forward", "UnitHooks.pre_backward"),
+    "flatshard": ("UnitHooks.pre_forward", "pre_backward"),
     "fsdp2": ("FSDPState._pre_forward", "FSDPState._pre_backward"),
 }
 """The hooks with which a unit's forward and backward begin."""

@@ -24,7 +24,8 @@ def check_clean(model: nn.Module) -> None:
         assert handle.registrations.shows is SHARDED, unit
         for grads in handle.gradients.flats:
             assert grads.input is None or storage_nbytes(grads.input.flat) == 0, unit
-            assert grads._filled is grads.reduction is None, unit
+            assert not grads._is_filling, unit
+            assert grads.reduction is None, unit
         for flat in handle.flats:
             if kept:
                 pass

@@ -30,7 +30,6 @@ until it is destroyed (``Progress.unended``), and so does their memory: its owne
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -53,33 +52,17 @@ class ComparedFlat(NamedTuple):
     hash_start: Callable[[], bytes | None]  # of the values it was sharded from; None: they are unknown, or have changed
 
 
-class Described(Protocol):
-    """A unit's handle, as far as a comparison of ranks knows it."""
-
-    def describe_flats(self, label: Label) -> list[ComparedFlat]:
-        """Return descriptions of the flat parameters that have ``label``."""
-
-
 class Label:
-    """The name of the unit that a collective is for. Each handle has one label."""
+    """The name of the unit that a collective is for. Each handle has one label, which outlives it."""
 
-    __slots__ = ("_handle", "identity", "tag", "unit")
+    __slots__ = ("describe_flats", "identity", "tag", "unit")
 
     def __init__(self, unit: str, tag: int = 0, identity: str = "") -> None:
         self.unit = unit
         self.tag = tag  # a multiple of four below 2**31
         self.identity = identity
-        # The handle that describes the unit. A label outlives it. Not a `WeakMethod`, which torch's stagers cannot copy.
-        self._handle: weakref.ref[Described] | None = None
-
-    def describe_by(self, handle: Described) -> None:
-        """Have ``handle``, of which no reference is kept, describe the unit."""
-        self._handle = weakref.ref(handle)
-
-    def describe_flats(self) -> list[ComparedFlat]:
-        """Describe the flat parameters of the unit. Ranks that have the same label may find others."""
-        handle = None if self._handle is None else self._handle()
-        return [] if handle is None else handle.describe_flats(self)
+        # Describes the unit's flat parameters, as long as the unit lives. Ranks that have the same label may find others.
+        self.describe_flats: Callable[[], list[ComparedFlat]] = list
 
 
 RESERVED = 2**31 - 2**16

@@ -114,12 +114,6 @@ def _check_module(module: object, verb: str) -> None:
     show_shards()  # a verb is no initialiser
 
 
-def settle(units: Iterable[Unit]) -> None:
-    """Drop the rest of a forward or backward that an exception ended, so that a verb finds the same on all ranks."""
-    for context in contexts_of(units):
-        context.settle()
-
-
 def contexts_of(units: Iterable[Unit]) -> list[Context]:
     """Return the contexts of ``units``, in an order that is the same on all ranks."""
     return list(dict.fromkeys(u.context for u in sorted(units, key=lambda unit: unit.runtime.number)))

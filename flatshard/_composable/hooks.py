@@ -13,7 +13,7 @@ One training step of a unit under FULL_SHARD::
 The unsharded parameters are registered inside forward, and in backward until the unit is complete (a checkpoint inside
 the unit recomputes from them). In between a unit may stay unsharded (SHARD_GRAD_OP, the outermost unit), but
 ``module.parameters()`` are the user's own. So ``model.zero_grad()``, ``p.requires_grad_()`` and the like do the same there as
-at any other time. When a backward fails, the user's parameters are registered at once (``Backward._on_death``).
+at any other time. When a backward fails, the user's parameters are registered at once (``backward._on_death``).
 
 [Note: Outputs are entered first]
 A forward may hand tensors over in other ways than by its output: an auxiliary loss in a list of the user's. Backward may then
@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -38,19 +38,21 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from flatshard._base.config import BackwardPrefetch
-from flatshard._composable.backward import (
-    Backward,
-    gather,
-    gather_ahead,
-    gather_last_inside,
-    make_room,
-    prefetch,
-    prefetch_after,
-    prefetches_before,
-)
-from flatshard._composable.claims import FORWARD_ENDED, GRADIENTS_CAME, INPUTS_LEFT, VALUES, Claim, Reason
+from flatshard._base import frames
+from flatshard._composable.autograd_hooks import hook_parameters, leave, pre_backward
+from flatshard._composable.backward import backward_of, drop, reach_recomputed
+from flatshard._composable.claims import FORWARD_ENDED, VALUES, Claim, Reason
 from flatshard._composable.extensions import ForwardFeature
+from flatshard._composable.find import contexts_of
+from flatshard._composable.gathering import (
+    free_unused,
+    gather_last_inside,
+    has_run_in_part,
+    keep_for_next,
+    make_room,
+    prefetch_following,
+    stop_keeping,
+)
 from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._composable.outputs import (
     copied_containers,
@@ -63,20 +65,20 @@ from flatshard._composable.outputs import (
     want_new_nodes,
     with_new_nodes,
 )
-from flatshard._composable.state import Forward, Unit
-from flatshard._composable.to_come import is_over, may_get_more, was_completed, was_left
-from flatshard._composable.unit_backward import (
+from flatshard._composable.state import (
     COMPLETE,
     TOUCHED,
-    AwaitedGradients,
+    Context,
+    Forward,
+    ForwardRecord,
+    Unit,
     Way,
     current_graph_task,
-    gradient_hook,
 )
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients
 
-BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
+_forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 _LATER = "flatshard: forwards that ended later with the same output"
 """In the metadata of an autograd node that backward reaches a unit by: see ``pre_backward``."""
 
@@ -110,7 +112,10 @@ class UnitHooks:
         self._after = overridden(features, ForwardFeature.after)
         self._leaving = overridden(features, ForwardFeature.leaving)
         self._unrecorded: Unrecorded | None = None
-        self._install_gradient_hooks()
+        reduced = overridden(features, ForwardFeature.reduced)
+        on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
+        unit.handle.gradients.on_reduced = on_reduced
+        hook_parameters(unit)
 
     @classmethod
     def install(cls, unit: Unit, features: Sequence[ForwardFeature]) -> None:
@@ -140,29 +145,6 @@ class UnitHooks:
             self._instead.append((ForwardFeature.wants_instead, unless.check))
         return before
 
-    def _install_gradient_hooks(self) -> None:
-        reduced = overridden(self.unit.features, ForwardFeature.reduced)
-        on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
-        self.unit.handle.gradients.on_reduced = on_reduced
-        to_hooks = weakref.ref(self)
-
-        def call(method: Callable[..., Any], *args: int) -> Any:
-            hooks = to_hooks()
-            assert hooks is not None
-            return method(hooks, *args)
-
-        end, complete = functools.partial(call, UnitHooks.finish_previous), functools.partial(call, UnitHooks.complete)
-        for group, flat in enumerate(self.unit.handle.flats):
-            if flat.kind.is_trainable:
-                for index, compute in enumerate(flat.unsharded.params):
-                    receive = functools.partial(call, UnitHooks.receive_gradient, group, index)
-                    hook = gradient_hook(self.unit.graph, receive, end, complete)
-                    # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
-                    wanted = compute.requires_grad
-                    compute.requires_grad_(True)
-                    compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    compute.requires_grad_(wanted)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
         """Return the hooks of the copied unit, whose parameters get the gradient hooks."""
         result = object.__new__(UnitHooks)
@@ -177,7 +159,7 @@ class UnitHooks:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Begin a forward: gather the unit, and return new arguments or None. ``frame``: see ``Context.enter_forward``."""
+        """Begin a forward: gather the unit, and return new arguments or None. ``frame``: see ``enter_forward``."""
         unit, in_backward = self.unit, current_graph_task() != -1  # recomputed by activation checkpointing
         do_instead = None
         for wants, instead in self._instead:
@@ -185,7 +167,7 @@ class UnitHooks:
                 do_instead = instead() or do_instead
         if do_instead is not None and self._unrecorded is not None:
             return self._unrecorded.begin(module, args, kwargs)
-        forward = unit.context.enter_forward(unit, module, in_backward, frame)
+        forward = enter_forward(unit, module, in_backward, frame)
         if do_instead is not None:
             forward.instead = do_instead
             return None
@@ -202,7 +184,6 @@ class UnitHooks:
 
     def _gather(self, forward: Forward) -> None:
         """Gather the units that a forward outside of backward needs, and the next unit ahead."""
-        unit, context = self.unit, self.unit.context
         for needed, claim in forward.claims if forward.gathers else ():
             if len(needed.claims) > 1 and needed.claims.show_copies:
                 continue  # the forward uses the copies
@@ -211,14 +192,12 @@ class UnitHooks:
             else:
                 _adopt_changes(needed)
             _show_unsharded(needed, claim, is_nested)
-        following = context.latest_pass.begin_module(forward.module)
-        if forward.gathers:
-            context.prefetcher.prefetch_following(unit, following, context.latest_pass.id)
+        prefetch_following(self.unit, forward.module, forward.gathers)
 
     def _gather_again(self, forward: Forward) -> None:
         """Gather the units that a recomputation needs, and the unit inside that backward needs first."""
         for needed, claim in forward.claims if forward.gathers else ():
-            Backward.of(needed).reach_recomputed(needed)
+            reach_recomputed(backward_of(needed), needed)
             if needed.handle.never_gathers:  # it shows the shards themselves, so the values are current
                 needed.release(Reason.OUTDATED)
             _show_unsharded(needed, claim, not needed.claims.is_only_reader(claim), for_backward=True)
@@ -244,7 +223,7 @@ class UnitHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Release the unit, and return a new output or None. ``output`` is None if the forward raised."""
         unit = self.unit
-        forward = unit.context.exit_forward(module, output is None)
+        forward = exit_forward(unit.context, module, output is None)
         if forward is None:
             return None if self._unrecorded is None else self._unrecorded.end(module, output)
         comes_back = leaks = False
@@ -293,20 +272,23 @@ class UnitHooks:
             if not (in_use := needed.claims and needed.claims.in_use):
                 needed.handle.write_back_if_changed()
             if group:
-                context.prefetcher.stop_keeping(needed)
+                stop_keeping(needed)
             if in_backward:
                 # If its gradients are still awaited, this was a recomputation, and backward is about to use them.
-                if in_use or (now := needed.graph.now) is None or now.state in (TOUCHED, COMPLETE):
+                if in_use or (now := needed.graph.now) is None or now.completion in (TOUCHED, COMPLETE):
                     needed.show()
             elif leaks or (comes_back and needed.config.stays_for_backward(outermost)):
                 needed.show()
-            elif group and needed.need < VALUES and context.latest_pass.has_run_in_part(group):
+            elif group and needed.need < VALUES and has_run_in_part(context.latest_pass, group):
                 needed.show()
-                context.prefetcher.keep_for_next(needed)
+                keep_for_next(needed)
             else:
                 needed.release(FORWARD_ENDED, forward_graph)
         if outermost and not in_backward:
+            free_unused(context)
             context.end_pass()
+            context.runtime.join()
+            context.runtime.wait_for_host_reads()
 
     def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Return whether it may reach one."""
@@ -322,19 +304,33 @@ class UnitHooks:
         found.pop(None, None)
         if not found:
             return False
-        record = self.unit.context.record_forward(forward)
+        record = record_forward(forward)
         for node, is_own in found.items():
             assert node is not None
-            way = Way(record, node)
+            way = Way(record, node.next_functions)
             for needed in self.unit.needs if is_own else ():  # a view leads to its base
                 needed.graph.add_way(way)
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
-                node.register_prehook(functools.partial(self.pre_backward, way, later))
+                node.register_prehook(functools.partial(pre_backward, way, later))
             else:
-                later.append(functools.partial(self.pre_backward, way, ()))
+                later.append(functools.partial(pre_backward, way, ()))
         return True
+
+    def watch_inputs(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Make backward call ``post_backward`` when it leaves through the inputs. claims.py, [Note: Freeing]"""
+        values, spec = tree_flatten((args, kwargs))
+        where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
+        if not where:
+            return None
+        leaving = leave(self.unit, *[values[i] for i in where])
+        for i, watched in zip(where, leaving, strict=True):
+            values[i] = watched
+        new_args, new_kwargs = tree_unflatten(values, spec)
+        return new_args, new_kwargs
 
     def _may_hide_tensors(self, output: Any) -> bool:
         if not is_opaque(output):
@@ -347,110 +343,71 @@ class UnitHooks:
         )
         return True
 
-    # -- backward ----------------------------------------------------------------------------------------------------
 
-    def watch_inputs(
-        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make backward call ``post_backward`` when it leaves through the inputs. claims.py, [Note: Freeing]"""
-        values, spec = tree_flatten((args, kwargs))
-        where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
-        if not where:
-            return None
-        leaving = _leave(self, *[values[i] for i in where])
-        for i, watched in zip(where, leaving, strict=True):
-            values[i] = watched
-        new_args, new_kwargs = tree_unflatten(values, spec)
-        return new_args, new_kwargs
+# -- forwards under way -----------------------------------------------------------------------------------------------
 
-    def pre_backward(self, way: Way[Unit], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
-        """Gather the unit, and prefetch the next one, when backward reaches one of its outputs.
 
-        ``later``: calls for forwards that ended after this one with the same output. They run first, the last one first. So
-        backward reaches forwards in reverse order, on all ranks.
-        """
-        for reach in reversed(later):
-            reach(grads)
-        unit, record, task = self.unit, way.record, current_graph_task()
-        if record.reached_in == task:
-            for needed in unit.needs if unit.context.runtime.streams is not None else ():
-                needed.handle.wait()  # another output of it, perhaps on another stream
-            return
-        # The backward of a forward that used only frozen parameters may still read their values.
-        now = unit.graph.now
-        if now is not None and now.state is COMPLETE and now.completed_in == task and unit.is_done_with_gradients:
-            return
-        context, backward = unit.context, Backward.of(unit)
-        awaited = backward.reach_forward(record)
-        for outer in record.outer:
-            gather_ahead(outer)
-        for claim in unit.claims:
-            claim.check_backward()
+def enter_forward(unit: Unit, module: nn.Module, in_backward: bool, frame: FrameType | None) -> Forward:
+    """Begin a forward of ``module``, one of the ``unit``, from its pre-forward hook.
+
+    ``frame``: one that is alive during the forward. None: that of the module's ``__call__``, found from the caller.
+
+    Raises:
+        RuntimeError: another thread is in a forward.
+    """
+    context = unit.context
+    running = context.forwards
+    around = running[-1].frame if running and not in_backward else None
+    if frame is None:
+        frame, is_inside = frames.of_module_call(2, around)
+    else:
+        is_inside = around is not None and frames.is_inside(frame, around)
+    if not in_backward and not is_inside:
+        settle_context(context, frame)
+        if not running:
+            for busy in list(filter(_forwards, Context.every)):
+                _check_thread(busy, frame)
+            context.begin_pass(unit)
+    forward = Forward(unit, module, frame, in_backward)
+    for needed, claim in forward.claims:
+        needed.claims.append(claim)
+    context.forwards.append(forward)
+    return forward
+
+
+def exit_forward(context: Context, module: nn.Module, raised: bool = False) -> Forward | None:
+    """End a forward of ``module``, and return it, or None if it never started (an earlier hook raised).
+
+    ``raised``: it may have raised. Then a running forward of ``module`` may be another thread's.
+    """
+    try:
+        last = context.forwards[-1]
+    except IndexError:  # not asked first: forwards without a record may end on other threads
+        return None
+    is_elsewhere = raised and frames.runs(last.frame, elsewhere=True)
+    if last.module is not module or is_elsewhere:
+        return None
+    context.forwards.pop()
+    return last
+
+
+def record_forward(forward: Forward) -> ForwardRecord:
+    """Create the record of a forward that has just ended, for backward to reach."""
+    unit, context, in_backward = forward.unit, forward.unit.context, forward.in_backward
+    gathered = unit.handle.stamp
+    assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
+    before = None if in_backward else context.latest_pass.latest
+    record = ForwardRecord(unit, before, list(map(_unit, context.forwards)), gathered.version)
+    forward.recorded = record
+    if unit.handle.has_static_buffers:
         for needed in unit.needs:
-            # If it is complete, only its values are needed once more.
-            if needed is not unit and not was_completed(needed):
-                backward.await_gradients(needed)
-        gather(unit)
-        for needed in unit.needs:
-            needed.handle.wait()
-            needed.handle.registrations.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
-        if not unit.handle.has_values_of(record.version):
-            raise RuntimeError(
-                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
-                "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
-                "run forward again after it"
-            )
-        # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
-        if not (awaited and awaited.finishes_previous_at and context.reductions.frees) and prefetches_before(unit):
-            prefetch(record)
+            needed.history.live_forwards.add(record)
+    if not in_backward:
+        context.latest_pass.latest = record
+    return record
 
-    def receive_gradient(self, group: int, index: int, task: int) -> AwaitedGradients | None:
-        """Receive the first gradient of graph task ``task``, or one that must be moved.
 
-        Returns what the unit awaits, or None if this gradient does not count.
-        """
-        unit = self.unit
-        if not unit.handle.flats[group].requires_grad[index]:
-            return None  # frozen since its forward: there is no gradient, and none was expected
-        now = unit.graph.now
-        awaited = None if now is None else now.awaited
-        if awaited is None or task not in awaited.expected:
-            awaited = Backward.of(unit).await_gradients(unit)
-        awaited.counts_only_in = task if unit.handle.gradients.receive(group, index) else None
-        return awaited
-
-    def finish_previous(self) -> None:
-        """End the reduction of the previous unit, and gather the next one into the memory that it frees."""
-        self.unit.context.reductions.finish_previous()
-        if prefetches_before(self.unit):
-            prefetch_after(self.unit)
-
-    def complete(self) -> None:
-        """Free the unit and start its reduction: all its gradients have come."""
-        unit, backward, now = self.unit, self.unit.context.backward, self.unit.graph.now
-        assert isinstance(backward, Backward)
-        assert now is not None
-        assert now.awaited is not None
-        # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
-        if now.awaited.finishes_previous_at:
-            self.finish_previous()
-        if may_get_more(unit):
-            backward.postpone(unit)
-            return
-        done = unit.is_done_with_gradients or was_left(unit)
-        if done:  # before the reduction input is allocated
-            unit.release(GRADIENTS_CAME)
-        backward.complete(unit)
-        if done and unit.config.backward_prefetch is BACKWARD_POST:
-            prefetch_after(unit)
-
-    def post_backward(self) -> None:
-        """Free the unit if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
-        unit = self.unit
-        if Backward.leave_forward(unit) and (not unit.handle.gradients.accumulators.are_all or is_over(unit)):
-            unit.release(INPUTS_LEFT)
-            if unit.config.backward_prefetch is BACKWARD_POST:
-                prefetch_after(unit)
+# -- their parameters ----------------------------------------------------------------------------------------------------
 
 
 def _adopt_changes(unit: Unit) -> None:
@@ -499,18 +456,76 @@ def _call_all(functions: Iterable[Callable[[WithGradients], None]], given: WithG
         function(given)
 
 
-class _Leave(torch.autograd.Function):
-    """The identity on a unit's inputs. Its backward tells the unit that backward has left this forward."""
-
-    @staticmethod
-    def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hooks = hooks
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.hooks.post_backward()
-        return None, *grads
+# -- after an exception ------------------------------------------------------------------------------------------------
 
 
-_leave: Callable[..., tuple[torch.Tensor, ...]] = _Leave.apply
+def is_running(context: Context) -> bool:
+    """Return whether the caller is inside a forward or a backward. Interrupted ones do not count."""
+    inside = bool(context.forwards) and frames.is_inside(frames.of_caller(1), context.forwards[-1].frame)
+    return inside or (current_graph_task() != -1 and context.backward is not None)
+
+
+def settle(units: Iterable[Unit]) -> None:
+    """Drop the rest of a forward or backward that an exception ended, so that a verb finds the same on all ranks."""
+    for context in contexts_of(units):
+        settle_context(context)
+
+
+def settle_context(context: Context, frame: FrameType | None = None) -> None:
+    """Clean up after an exception that skipped hooks (an interrupt, a failed backward). Forwards that do not enclose
+    ``frame``, by default the caller's, are over.
+
+    Raises:
+        RuntimeError: another thread is in a forward or a backward.
+    """
+    if context.forwards:
+        frame = frames.of_caller(1) if frame is None else frame
+        _check_thread(context, frame)
+        _drop_forwards(context, frame)
+        if not context.forwards:
+            recover_context(context)
+    if context.backward is not None and current_graph_task() == -1:
+        # It failed, or is on another thread. On an accelerator it always runs on the autograd engine's threads, and may
+        # still be registered there just after it failed.
+        if not context.backward.has_failed and context.runtime.streams is None:
+            raise RuntimeError(
+                "a backward of sharded modules is running on another thread. Collectives of several threads would mix: "
+                "run all sharded modules of a process in one thread"
+            )
+        drop(context.backward)
+
+
+def _drop_forwards(context: Context, frame: FrameType | None) -> None:
+    """Drop the running forwards that do not enclose ``frame``. None: all."""
+    while context.forwards and (frame is None or not frames.is_inside(frame, context.forwards[-1].frame)):
+        for needed, claim in context.forwards.pop().claims:
+            needed.claims.remove(claim)
+            needed.release(Reason.FAILED)
+    context.publish_place(bool(context.forwards))
+
+
+def _check_thread(context: Context, frame: FrameType) -> None:
+    """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
+    last = context.forwards[-1]
+    if frames.is_inside(frame, last.frame):
+        return
+    if frames.runs(last.frame):
+        raise RuntimeError(
+            f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
+            "mix: run all sharded modules of a process in one thread. Other threads hand it their inputs, as by a "
+            "concurrent.futures.ThreadPoolExecutor(max_workers=1). Or, without gradients, run them inside "
+            "flatshard.keep_unsharded(module, threads=True), where nothing is communicated"
+        )
+
+
+def recover_context(context: Context, drop_held: bool = False) -> None:
+    """Restore the state between two steps, after an exception.
+
+    ``drop_held``: also drop gradients that earlier backwards hold (``no_sync``).
+    """
+    _drop_forwards(context, None)
+    if context.backward is not None:
+        drop(context.backward)
+    queue = context.reductions
+    queue.discard(keeps_held=not drop_held)
+    free_unused(context)

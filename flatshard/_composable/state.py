@@ -1,23 +1,39 @@
-"""Units, their forwards and backwards under way, and what all units on one process group and device share.
+"""The facts: units, their forwards and backwards under way, and what all units on one process group and device share.
 
 A unit is stored on its module. What is shared (``Context``) is the running forwards, the backward, and the order of
 reductions. It is shared per process group, not per root. So several models issue their collectives in one order, prefetching
 works across units that were sharded by separate calls, and no unit needs to know which one is the root.
+
+The verbs are in other files: forwards begin and end in hooks.py, units are gathered in gathering.py, and backward.py runs a
+backward. To drop a record is the reset: ``UnitBackward`` and ``Backward`` at the end of a backward, ``Pass`` and ``Ahead`` at
+the end of a pass.
+
+States of a unit that the backward has come to (``CompletionState``):
+
+- TOUCHED         the backward has gathered it, ahead of time or for another unit.
+- AWAITING        the backward has reached it. The last gradient completes it.
+- IDLE            the same, but the graph task has no gradients for it, or no more. It is complete
+                  when backward reaches a unit that ran before it in forward, or ends.
+- COMPLETE        nothing more is waited for in this graph task. Some gradients may never have come.
+- COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
+import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard._base import frames
 from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
@@ -25,21 +41,33 @@ from flatshard._composable.claims import BUFFER, NOTHING, Claim, Claims, Need, R
 from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import ForwardRecord, UnitGraph, UnitHistory, current_graph_task
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.lifetime import BY_USER, ParamState
+from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.registrations import SHARDED, Shown
 
 T = TypeVar("T")
 
-_forwards, _id, _unit = (operator.attrgetter(name) for name in ("forwards", "id", "unit"))
+_id, _referent = operator.attrgetter("id"), weakref.ref.__call__
+# The id of the running graph task, -1 outside of backward. Private API: no other way.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 # The units of copies that modules show in place of their parameters. The copies may go before the unit does.
 _owners_of_copies: MutableMapping[nn.Parameter, weakref.ref[Unit]] = WeakIdKeyDictionary()
 made_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their id, in order of creation
+
+
+class CompletionState(enum.IntEnum):
+    TOUCHED = enum.auto()
+    AWAITING = enum.auto()
+    IDLE = enum.auto()
+    COMPLETE = enum.auto()
+    COMPLETE_EARLY = enum.auto()
+
+
+TOUCHED, AWAITING, IDLE, COMPLETE, COMPLETE_EARLY = CompletionState
 
 
 class Unit:
@@ -61,8 +89,7 @@ class Unit:
         self.backward_targets: Iterable[Unit] | None = None
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         self.claims = Claims(config.claims)  # claims.py, [Note: Claims]
-        self.graph: UnitGraph[Unit] = UnitGraph()
-        self.history: UnitHistory[Unit] = UnitHistory()
+        self.graph, self.history = UnitGraph(), UnitHistory()
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
         self._own_parameters()
 
@@ -70,8 +97,6 @@ class Unit:
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
-        for ranks in self.handle.all_ranks:
-            ranks.label.describe_by(self.handle)
 
     def move(self, context: Context, runtime: Runtime) -> None:
         """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
@@ -190,7 +215,7 @@ class Forward:
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
-        self.recorded: ForwardRecord[Unit] | None = None  # set at its end, if backward may reach it
+        self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
         self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
         self.claims = [(needed, Claim()) for needed in unit.needs]  # on the units that it needs, itself first
 
@@ -200,6 +225,102 @@ class Forward:
         return self.claims[0][1]
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class ForwardRecord:
+    """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
+
+    unit: Unit
+    previous: ForwardRecord | None  # in its pass: what backward gathers next. A list of steps could leak instead
+    outer: Sequence[Unit]  # the units whose forwards enclosed this one, outermost first
+    version: int  # of the parameters in this forward
+    reached_in: int = -1  # the last graph task (run of the autograd engine) that reached this record
+
+
+@dataclass(eq=False, slots=True)
+class AwaitedGradients:
+    """The gradients that graph tasks have for a unit. It exists from when they reach the unit until the unit is complete."""
+
+    task: int  # the graph task that has reached the unit first, and completes it
+    some_frozen: bool  # whether some parameters of the unit do not require grad
+    expected: dict[int, int]  # by each graph task that has reached the unit: how many gradients it has
+    pending: int = 0  # gradients of all of them that are still to come
+    # When `pending` falls to this number, something is to be done: the previous unit's reduction ends, if it has not ended
+    # yet; then, at 0, the last gradient completes the unit.
+    acts_at: int = 0
+    # The graph task whose gradients are only counted, if there is one: they stay with autograd until all have come.
+    counts_only_in: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class UnitBackward:
+    """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
+
+    completion: CompletionState = TOUCHED
+    awaited: AwaitedGradients | None = None  # while the unit is AWAITING or IDLE
+    completed_in: int | None = None  # the graph task that last completed the unit
+    lacks_some: bool = False  # whether its graph lacks parameters: they are unused, or recomputed later
+    last_forward: ForwardRecord | None = None  # the last of its forwards that the backward has reached
+    # Forwards reached and, where inputs are watched, not left yet. None before the first.
+    open_forwards: int | None = None
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Way:
+    """An autograd node that made an output, by which backward comes to a forward. It lives as long as the node.
+
+    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
+    """
+
+    record: ForwardRecord
+    after: tuple[tuple[Node | None, int], ...]
+
+
+class UnitGraph:
+    """The links between one unit and autograd's graph, and the unit's record in the running backward.
+
+    The hooks of parameters refer to this. They live as long as autograd's nodes, where Python's garbage collector finds no
+    cycle, so they must not refer to the unit.
+    """
+
+    __slots__ = ("now", "stand_ins", "ways")
+
+    def __init__(self) -> None:
+        self.now: UnitBackward | None = None  # None if no backward under way has gathered or reached the unit
+        self.ways: list[weakref.ref[Way]] = []  # to forwards whose graphs are alive
+        # Extra leaves that stand for the parameters where a rank passes the unit by. Their gradients count, too.
+        self.stand_ins: list[Node] = []
+
+    def add_way(self, way: Way) -> None:
+        """Record that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
+        self.ways.append(weakref.ref(way, self.ways.remove))
+
+
+class UnitHistory:
+    """Facts about a unit from earlier steps. It gets a new record when it is copied, or moves to other ranks."""
+
+    def __init__(self) -> None:
+        self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
+        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
+        self.leaves_out = False  # whether a graph ever lacked some of the unit's parameters
+        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
+        # Forwards with a graph. Only units with static buffers list them.
+        self.live_forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
+        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
+        # has reached these forwards.
+        self.leaks: weakref.WeakSet[ForwardRecord] | None = None
+
+    def add_leak(self, record: ForwardRecord) -> None:
+        """Record that outputs of a forward are the unsharded parameters, or views of them."""
+        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
+        self.leaks.add(record)
+
+    def drop_leaks(self, since: int) -> None:
+        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
+        if self.leaks:
+            self.leaks -= {record for record in self.leaks if record.reached_in >= since}
+
+
+@dataclass(eq=False, slots=True)
 class Pass:
     """A call of an outermost unit, outside of backward: what has run in it. A new record replaces it at its end.
 
@@ -207,132 +328,52 @@ class Pass:
     too late, and the next pass has the new order. Backward needs no such record: see ``ForwardRecord.previous``.
     """
 
-    __slots__ = ("_before", "id", "latest", "order")
-
-    def __init__(self, id: int, before: list[nn.Module]) -> None:
-        """``id``: counts the passes of a context. ``before``: the order of the last pass of the same outermost unit."""
-        self.id = id
-        self._before = before
-        self.order: list[nn.Module] = []  # the modules of units that have begun to run, outside of backward
-        self.latest: ForwardRecord[Unit] | None = None  # of the forward that ended last
-
-    def begin_module(self, module: nn.Module) -> nn.Module | None:
-        """Record that ``module`` runs now. Return the module that followed it in the last pass, or None."""
-        before, at = self._before, len(self.order)
-        self.order.append(module)
-        if at >= len(before) or before[at] is not module:
-            if module not in before:
-                return None
-            at = before.index(module)
-        return before[at + 1] if at + 1 < len(before) else None
-
-    def has_run_in_part(self, modules: Collection[nn.Module]) -> bool:
-        """Return whether some of ``modules`` have run and others have not. Counting starts anew when all have run."""
-        to_come = set(modules)
-        for module in self.order:
-            to_come.discard(module)
-            to_come = to_come or set(modules)
-        return len(to_come) < len(modules)
+    id: int  # counts the passes of a context
+    before: list[nn.Module]  # the order of the last pass of the same outermost unit
+    order: list[nn.Module] = field(default_factory=list)  # the modules of units that have begun to run
+    latest: ForwardRecord | None = None  # of the forward that ended last
 
 
-class Prefetcher:
-    """The units that a context has gathered ahead. A unit is in use once something has waited for its gather.
+@dataclass(eq=False, slots=True)
+class Ahead:
+    """The units that a context has gathered ahead of their use: see gathering.py. The end of a pass drops it."""
 
-    [Note: Gathered before it changes]
-    A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that
-    was gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters
-    are plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells
-    when it is enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard
-    until they end, so there would be no prefetch left. What the gather has read does no harm, as the version of the shards
-    has changed when the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any
-    more, so no read is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so
-    all do the same.
-    """
-
-    def __init__(self) -> None:
-        self._ahead: dict[Unit, None] = {}  # gathered ahead, in use or not
-        self._kept: dict[Unit, None] = {}  # unsharded, for another module of their group
-
-    def prefetch_following(self, unit: Unit, following: nn.Module | None, pass_id: int) -> None:
-        """Gather the units that the user chose for a forward of ``unit``, or else that of ``following``, if there is one."""
-        targets = unit.forward_targets
-        if targets is None:
-            if following is None or not unit.config.forward_prefetch or (next_unit := unit_of(following)) is None:
-                return
-            targets = (next_unit,)
-        for target in targets:
-            self.prefetch(target, unit.config.prefetch_limit_bytes, pass_id)
-
-    def prefetch(self, unit: Unit, limit: int | None, pass_id: int, for_backward: bool = False) -> None:
-        """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used.
-
-        ``for_backward``: for a backward that needs the values of its forward.
-        """
-        if limit is not None and self._bytes_with(unit) > limit:
-            return
-        for needed in unit.needs:
-            handle, claims = needed.handle, needed.claims
-            if claims and not for_backward and not claims.in_use and needed.is_outdated:
-                needed.release(Reason.OUTDATED)
-            if handle.stamp is not None or (handle.has_static_buffers and handle.memory.is_blocked):
-                continue
-            if claims and claims.show_copies:
-                continue
-            if not for_backward:
-                if needed.history.changes_in_passes:
-                    continue
-                handle.check_parameters()
-            handle.unshard(pass_id, for_backward)
-            self._ahead[needed] = None
-
-    def _bytes_with(self, unit: Unit) -> int:
-        """Return the bytes of unsharded parameters that are not in use yet, including those of ``unit``."""
-        ahead = {*self._unused(), *(needed for needed in unit.needs if needed.handle.is_sharded)}
-        return sum(u.handle.memory.nbytes for u in ahead)
-
-    def _unused(self) -> list[Unit]:
-        """Return the units that are unsharded, and not in use yet."""
-        unused = [u for u in self._ahead if u.handle.state is ParamState.UNSHARDING]
-        return [*unused, *(u for u in self._kept if not u.handle.is_sharded)]
-
-    def keep_for_next(self, unit: Unit) -> None:
-        """Keep ``unit`` unsharded for another module of its group, as if it had been gathered ahead for it."""
-        self._kept[unit] = None
-
-    def stop_keeping(self, unit: Unit) -> None:
-        """Take back ``keep_for_next``, as the next module has run."""
-        self._kept.pop(unit, None)
-
-    def free_unused(self) -> None:
-        """Free the units that are not in use, and forget all."""
-        unused = self._unused()
-        self.clear()
-        for unit in unused:
-            unit.release(Reason.NOT_USED)
-
-    def clear(self) -> None:
-        """Forget all units, which are freed elsewhere."""
-        self._ahead.clear()
-        self._kept.clear()
+    units: dict[Unit, None] = field(default_factory=dict)  # gathered ahead, in use or not
+    kept: dict[Unit, None] = field(default_factory=dict)  # unsharded, for another module of their group
 
 
-class RunningBackward(Protocol):
-    """A backward, as far as its context knows it: see ``Backward``, which knows units."""
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Backward:
+    """A running backward on one process group, from the first unit that it reaches until it ends or fails."""
 
-    keeps_unsharded: bool  # its graph outlives it, so units stay unsharded
+    context: Context
+    task: int  # the outermost graph task; ids increase
+    retains_graph: bool
+    # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
+    tasks: dict[int, weakref.ref[Callable[[], None]]] = field(default_factory=dict)
+    bringing: set[int] = field(default_factory=set)  # graph tasks with gradients for at least one unit
+    touched: list[Unit] = field(default_factory=list)  # gathered or reached, in the order of the first touch
+    idle: dict[Unit, None] = field(
+        default_factory=dict
+    )  # in the state IDLE: each forward that is reached asks for them
+    ready: set[Unit] = field(default_factory=set)  # complete units in the queue
+    # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
+    # runs none of flatshard's hooks, so units stay unsharded.
+    keeps_unsharded: bool = False
+
+    every: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()
+    """The backwards of all process groups. The engine keeps them alive until their graph tasks have ended."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether an exception has ended it."""
-
-    def drop(self) -> None:
-        """Drop its gradients and free everything, after an exception."""
+        """Whether a graph task failed with an exception. Other threads ask, too."""
+        return None in [*map(_referent, [*self.tasks.values()])]
 
 
 class Context:
     """The shared state of units on connected process groups. See ``context_over``."""
 
-    _every: ClassVar[weakref.WeakSet[Context]] = weakref.WeakSet()
+    every: ClassVar[weakref.WeakSet[Context]] = weakref.WeakSet()
 
     passes: ClassVar[list[weakref.ref[Context]]] = []
     """The contexts in a pass, outermost first. More than one: units on other process groups run inside a unit."""
@@ -343,15 +384,15 @@ class Context:
     def __init__(self, runtime: Runtime, progresses: Iterable[Progress]) -> None:
         """``progresses``: of the process groups, which are told how far this rank has come."""
         self.runtime = runtime
-        self.backward: RunningBackward | None = None  # that is running, or has failed
+        self.backward: Backward | None = None  # that is running, or has failed
         self.backward_id = 0  # counts backwards that have reached a unit
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
-        self.prefetcher = Prefetcher()
+        self.ahead = Ahead()
         self._progresses = dict.fromkeys(progresses)  # each once
         self.publish_place()
         self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
-        self._every.add(self)
+        self.every.add(self)
 
     def report_to(self, progresses: Iterable[Progress]) -> None:
         """Tell these process groups, too, how far this rank has come."""
@@ -361,7 +402,6 @@ class Context:
     def take_over(self, other: Context) -> None:
         """Move the units of ``other`` to this context. Raise ``RuntimeError`` within a step."""
         for context in (self, other):
-            context.settle()
             if context.forwards or context.backward is not None or context.reductions.is_deferring:
                 raise RuntimeError(
                     "fully_shard was called in a step of modules whose process group it connects with another: they are in "
@@ -384,70 +424,8 @@ class Context:
         for progress in self._progresses:
             progress.place = self.latest_pass.id, self.backward_id, inside
 
-    # -- forwards ----------------------------------------------------------------------------------------------------
-
-    def enter_forward(self, unit: Unit, module: nn.Module, in_backward: bool, frame: FrameType | None) -> Forward:
-        """Begin a forward of ``module``, one of the ``unit``, from its pre-forward hook.
-
-        ``frame``: one that is alive during the forward. None: that of the module's ``__call__``, found from the caller.
-
-        Raises:
-            RuntimeError: another thread is in a forward.
-        """
-        around = self.forwards[-1].frame if self.forwards and not in_backward else None
-        if frame is None:
-            frame, is_inside = frames.of_module_call(2, around)
-        else:
-            is_inside = around is not None and frames.is_inside(frame, around)
-        if not in_backward and not is_inside:
-            self.settle(frame)
-            if not self.forwards:
-                self._start_pass(unit, frame)
-        forward = Forward(unit, module, frame, in_backward)
-        for needed, claim in forward.claims:
-            needed.claims.append(claim)
-        self.forwards.append(forward)
-        return forward
-
-    def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
-        """End a forward of ``module``, and return it, or None if it never started (an earlier hook raised).
-
-        ``raised``: it may have raised. Then a running forward of ``module`` may be another thread's.
-        """
-        try:
-            last = self.forwards[-1]
-        except IndexError:  # not asked first: forwards without a record may end on other threads
-            return None
-        is_elsewhere = raised and frames.runs(last.frame, elsewhere=True)
-        if last.module is not module or is_elsewhere:
-            return None
-        self.forwards.pop()
-        return last
-
-    def record_forward(self, forward: Forward) -> ForwardRecord[Unit]:
-        """Create the record of a forward that has just ended, for backward to reach."""
-        unit, in_backward = forward.unit, forward.in_backward
-        gathered = unit.handle.stamp
-        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
-        before = None if in_backward else self.latest_pass.latest
-        record = ForwardRecord(unit, before, list(map(_unit, self.forwards)), gathered.version)
-        forward.recorded = record
-        if unit.handle.has_static_buffers:
-            for needed in unit.needs:
-                needed.history.live_forwards.add(record)
-        if not in_backward:
-            self.latest_pass.latest = record
-        return record
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the caller is inside a forward or a backward. Interrupted ones do not count."""
-        inside = bool(self.forwards) and frames.is_inside(frames.of_caller(1), self.forwards[-1].frame)
-        return inside or (current_graph_task() != -1 and self.backward is not None)
-
-    def _start_pass(self, unit: Unit, frame: FrameType) -> None:
-        for busy in list(filter(_forwards, self._every)):
-            busy._check_thread(frame)
+    def begin_pass(self, unit: Unit) -> None:
+        """Begin a pass, in which ``unit`` is the outermost."""
         self.passes[:] = [*(ref for ref in self.passes if (c := ref()) and c.forwards), weakref.ref(self)]
         self.check(unit)
         self.latest_pass = begun = Pass(self.latest_pass.id + 1, unit.history.last_order)
@@ -460,76 +438,21 @@ class Context:
             self.checks[:] = [check for check in self.checks if check(unit)]
 
     def end_pass(self) -> None:
-        """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
+        """End the pass. Drops all references to the model, so that it can be freed."""
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
-        self.prefetcher.free_unused()
         self.latest_pass = Pass(self.latest_pass.id, [])
         self.publish_place()
-        self.runtime.join()
-        self.runtime.wait_for_host_reads()
 
-    # -- exceptions ----------------------------------------------------------------------------------------------------
+    def drop_ahead(self) -> Ahead:
+        """Drop and return the record of what was gathered ahead."""
+        dropped, self.ahead = self.ahead, Ahead()
+        return dropped
 
-    def settle(self, frame: FrameType | None = None) -> None:
-        """Clean up after an exception that skipped hooks (an interrupt, a failed backward). Forwards that do not enclose
-        ``frame``, by default the caller's, are over.
-
-        Raises:
-            RuntimeError: another thread is in a forward or a backward.
-        """
-        if self.forwards:
-            frame = frames.of_caller(1) if frame is None else frame
-            self._check_thread(frame)
-            self._drop_forwards(frame)
-            if not self.forwards:
-                self.recover()
-        if self.backward is not None and current_graph_task() == -1:
-            # It failed, or is on another thread. On an accelerator it always runs on the autograd engine's threads, and may
-            # still be registered there just after it failed.
-            if not self.backward.has_failed and self.runtime.streams is None:
-                raise RuntimeError(
-                    "a backward of sharded modules is running on another thread. Collectives of several threads would mix: "
-                    "run all sharded modules of a process in one thread"
-                )
-            self.backward.drop()
-
-    def set_backward(self, backward: RunningBackward | None) -> None:
+    def set_backward(self, backward: Backward | None) -> None:
         """Record that ``backward`` has reached its first unit, or with None, that it has ended or is given up."""
         self.backward = backward
         self.backward_id += backward is not None
         self.publish_place(bool(self.forwards))
-
-    def _drop_forwards(self, frame: FrameType | None) -> None:
-        """Drop the running forwards that do not enclose ``frame``. None: all."""
-        while self.forwards and (frame is None or not frames.is_inside(frame, self.forwards[-1].frame)):
-            for needed, claim in self.forwards.pop().claims:
-                needed.claims.remove(claim)
-                needed.release(Reason.FAILED)
-        self.publish_place(bool(self.forwards))
-
-    def _check_thread(self, frame: FrameType) -> None:
-        """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
-        last = self.forwards[-1]
-        if frames.is_inside(frame, last.frame):
-            return
-        if frames.runs(last.frame):
-            raise RuntimeError(
-                f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
-                "mix: run all sharded modules of a process in one thread. Other threads hand it their inputs, as by a "
-                "concurrent.futures.ThreadPoolExecutor(max_workers=1). Or, without gradients, run them inside "
-                "flatshard.keep_unsharded(module, threads=True), where nothing is communicated"
-            )
-
-    def recover(self, drop_held: bool = False) -> None:
-        """Restore the state between two steps, after an exception.
-
-        ``drop_held``: also drop gradients that earlier backwards hold (``no_sync``).
-        """
-        self._drop_forwards(None)
-        if self.backward is not None:
-            self.backward.drop()
-        self.reductions.discard(keeps_held=not drop_held)
-        self.prefetcher.free_unused()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

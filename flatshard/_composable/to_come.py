@@ -7,12 +7,17 @@ README has them as a table: "Is a unit over, or still to come?".
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
+import torch
 from torch.autograd.graph import Node
 
 from flatshard._composable.find import units_below
-from flatshard._composable.state import Unit
-from flatshard._composable.unit_backward import AWAITING, IDLE, current_graph_task, how_many_run
+from flatshard._composable.state import AWAITING, IDLE, TOUCHED, Unit, current_graph_task
+
+will_run = (
+    torch._C._will_engine_execute_node
+)  # whether the running graph task will run a node. Private API: no other way
 
 # -- is it over? -------------------------------------------------------------------------------------------------------
 
@@ -76,7 +81,7 @@ def is_completed_by(unit: Unit, task: int) -> bool:
 
 def may_get_gradients(unit: Unit) -> bool:
     """Return whether the backward awaits gradients of ``unit``, has made it idle, or has gradients for it."""
-    return ((now := unit.graph.now) is not None and now.state in (AWAITING, IDLE)) or has_gradients(unit)
+    return ((now := unit.graph.now) is not None and now.completion in (AWAITING, IDLE)) or has_gradients(unit)
 
 
 def may_get_more(unit: Unit) -> bool:
@@ -106,4 +111,24 @@ def another_may_come_first(unit: Unit) -> bool:
 
 
 def _is_reached(unit: Unit) -> bool:
-    return (now := unit.graph.now) is not None and now.is_reached
+    return (now := unit.graph.now) is not None and now.completion > TOUCHED
+
+
+# -- in autograd's graph -----------------------------------------------------------------------------------------------
+
+
+def how_many_run(nodes: Collection[Any]) -> int:
+    """Return how many of ``nodes`` the running graph task runs, or has run."""
+    try:
+        return sum(map(will_run, nodes))
+    except RuntimeError:  # `torch.autograd.grad` takes the gradients of some nodes for itself
+        return sum(map(_will_accumulate, nodes))
+
+
+def _will_accumulate(node: Node) -> bool:
+    try:
+        return will_run(node)
+    except RuntimeError as e:
+        if "autograd.grad" in str(e):
+            return False
+        raise

@@ -52,7 +52,7 @@ from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import GradDtypes, choose, promoted
-from flatshard._handle.tensors.local_numbers import consume, retype
+from flatshard._handle.tensors.local_numbers import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
@@ -64,7 +64,11 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operati
 _grad, _set_plain_grad, _grad_of_plain = plain_grad.__get__, plain_grad.__set__, operator.attrgetter("grad")
 _plain_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("requires_grad")
-_NONE = itertools.repeat(None)
+_NONE, _INFO = itertools.repeat(None), itertools.repeat("_flatshard_info")
+_SHARDED_GRADIENT = (
+    itertools.repeat("__class__"),
+    itertools.repeat(ShardedGradient),
+)  # as `retype` sets it, without a call
 _STRIDED = {torch.strided}
 _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
 
@@ -200,7 +204,9 @@ class GradSlices:
         # Slices without elements are made once.
         of_each = zip([(0,) if 0 not in shape else shape for shape in shapes], itertools.cycle(dtypes))
         self._empties = [torch.empty(shape, dtype=dtype, device=flat.kind.device) for shape, dtype in of_each]
-        retype([self._empties[i] for i in sharded], ShardedGradient, "_flatshard_info", [infos[i] for i in sharded])
+        marked = [self._empties[index] for index in sharded]
+        consume(map(setattr, marked, *_SHARDED_GRADIENT))
+        consume(map(setattr, marked, _INFO, [infos[index] for index in sharded]))
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
@@ -215,9 +221,9 @@ class GradSlices:
         if self._dtypes is not None:  # grad_dtype.py, [Note: The dtype of a gradient]
             grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
         if self._infos:
-            marked = [grads[index] for index in self._marked]  # as `retype` does, without a call
-            consume(map(setattr, marked, itertools.repeat("__class__"), itertools.repeat(ShardedGradient)))
-            consume(map(setattr, marked, itertools.repeat("_flatshard_info"), self._infos))
+            marked = [grads[index] for index in self._marked]
+            consume(map(setattr, marked, *_SHARDED_GRADIENT))
+            consume(map(setattr, marked, _INFO, self._infos))
         return grads
 
 
@@ -256,8 +262,8 @@ class FlatGradients:
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
         together = Arrival.TOGETHER if self._is_small or not flat.is_whole else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
-        # Whether each parameter has a gradient in the input (`AS_GRAD`: in `.grad`), or None if none has one.
-        self._filled: list[bool] | None = None
+        self._is_filling = False  # gradients have been moved from autograd, to the input or to `.grad` (`AS_GRAD`)
+        self._has: list[bool] = []  # whether one of each parameter has been moved; empty unless `_is_filling`
         self.prepare_slices()
 
     def prepare_slices(self) -> None:
@@ -271,13 +277,13 @@ class FlatGradients:
 
     def update(self) -> None:
         """Adopt the dtypes and the device of the flat parameter, also for gradients that are held."""
-        views, filled = [] if self.input is None else self.input.views, self._filled or ()
+        views, has = [] if self.input is None else self.input.views, self._has
         for param in self.flat.owners:
             if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
                 choose(param, param.grad_dtype)
         self._prepare()
         for index, grad in enumerate(views):
-            if filled[index]:
+            if has[index]:
                 self._put(index, grad.to(self.flat.kind.compute_device))
 
     def use_shard_param(self, info: ShardInfo) -> nn.Parameter:
@@ -295,7 +301,7 @@ class FlatGradients:
     @property
     def _stay_with_autograd(self) -> bool:
         """Whether gradients are in the unsharded parameters' ``.grad`` until the last has arrived."""
-        return self._filled is None and self.arrival is _TOGETHER
+        return self.arrival is _TOGETHER and not self._is_filling
 
     @property
     def needs_no_receive(self) -> bool:
@@ -310,7 +316,7 @@ class FlatGradients:
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if self._filled is None and self.arrival is _TOGETHER:  # `_stay_with_autograd`, without a call
+        if self.arrival is _TOGETHER and not self._is_filling:  # `_stay_with_autograd`, without a call
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:
@@ -349,14 +355,15 @@ class FlatGradients:
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
-        filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)
+        if not self._is_filling:
+            self._allocate(self.dtypes.reduce)
         if self.input is None:
             self._set_grad(self.flat.params[index], grad, self.dtypes.choices[index])
-        elif filled[index]:
+        elif self._has[index]:
             self.input.views[index].add_(grad)
         else:
             torch.add(grad, _ZERO, out=self.input.views[index])  # [Note: Negative zero marks an unused parameter]
-        filled[index] = True
+        self._has[index] = True
 
     def _set_grad(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Set or add to ``.grad``, on a single rank."""
@@ -370,12 +377,11 @@ class FlatGradients:
         else:
             param.grad.add_(grad)
 
-    def _allocate(self, dtype: torch.dtype) -> list[bool]:
+    def _allocate(self, dtype: torch.dtype) -> None:
         """Allocate the input in ``dtype``."""
         if self.input is not None:
             self.input.allocate(dtype, self.runtime.capabilities.lend_memory)
-        self._filled = [False] * len(self.flat.params)
-        return self._filled
+        self._is_filling, self._has = True, [False] * len(self.flat.params)
 
     def _copy_to_input(self, dtype: torch.dtype) -> None:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
@@ -400,9 +406,9 @@ class FlatGradients:
         if self._is_small and grads:
             torch._foreach_copy_(views, grads)
             input.flat.add_(_ZERO)  # [Note: Negative zero marks an unused parameter]
-            self._filled = here
+            self._is_filling, self._has = True, here
             return
-        self._filled = [False] * len(here)
+        self._is_filling, self._has = True, [False] * len(here)
         grads.reverse()
         for index in places:
             self._put(index, grads.pop())
@@ -449,18 +455,22 @@ class FlatGradients:
             return
         if self.input is None:
             return
-        if self._filled is None and self.arrival is _TOGETHER:
+        if self.arrival is _TOGETHER and not self._is_filling:
             narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
-        filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)
+        elif not self._is_filling:
+            self._allocate(self.dtypes.reduce)
         no_gradient: list[int] = []
-        if False in filled:
-            if flat.flat_grad is None:  # otherwise ranks need not agree on the parameters that none of them used
-                no_gradient = [i for i, f in enumerate(filled) if not f and flat.params[i].requires_grad]
+        if False in self._has:
             unused = complex(-0.0, -0.0) if flat.kind.dtype.is_complex else -0.0
-            for view, was_filled in zip(self.input.views, filled, strict=True):
-                if not was_filled:
-                    view.fill_(unused)
+            names_unused = (
+                flat.flat_grad is None
+            )  # otherwise ranks need not agree on the parameters that none of them used
+            for index, (param, has_one) in enumerate(zip(flat.params, self._has, strict=True)):
+                if not has_one:
+                    self.input.views[index].fill_(unused)
+                    if names_unused and param.requires_grad:
+                        no_gradient.append(index)
         if no_gradient or self.unused.found:
             self.unused.begin(no_gradient)
         dtypes = self.dtypes.reduce, self.dtypes.of_all
@@ -480,7 +490,7 @@ class FlatGradients:
         self._free()
 
     def _free(self) -> None:
-        self._filled = self.reduction = None
+        self._is_filling, self._has, self.reduction = False, [], None
         if self.input is not None:
             self.input.free()
 
@@ -491,10 +501,9 @@ class FlatGradients:
 
         Returns the parameters that got one, or None if there were no gradients to assign.
         """
-        filled = self._filled
-        if filled is None:
+        if not self._is_filling:
             return None
-        shard = None
+        has, shard = self._has, None
         if self.reduction is not None:
             shard, self.partial = self.reduction.take_result(), self.reduction.partial
         self._free()
@@ -502,18 +511,18 @@ class FlatGradients:
             self.partial = None
             return None
         if shard is None:  # they are in `.grad` already, or partial
-            return None if self.input is not None else list(itertools.compress(self.flat.params, filled)) or None
+            return None if self.input is not None else list(itertools.compress(self.flat.params, has)) or None
         if (flat_grad := self.flat.flat_grad) is None:
-            return self._assign(shard, filled)
+            return self._assign(shard, has)
         flat_grad.add(shard)
         return (flat_grad.param,)
 
-    def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
+    def _assign(self, output: torch.Tensor, has: list[bool]) -> Sequence[nn.Parameter]:
         """Set or add to ``.grad`` of each parameter that some rank used, and return these parameters."""
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         flat = self.flat
         params, parts = flat.params, self._slices.cut(output)
-        if False not in filled and self._all_require_grad():
+        if False not in has and self._all_require_grad():
             with plainly():  # torch looks for __torch_function__ at every access to a Parameter of another class
                 there = list(map(_grad, params))
                 if all(map(operator.is_, there, _NONE)):
@@ -524,11 +533,11 @@ class FlatGradients:
                     return params
         given = []
         unused = self.unused.found
-        for index, (param, grad, was_filled) in enumerate(zip(params, parts, filled, strict=True)):
+        for index, (param, grad, has_one) in enumerate(zip(params, parts, has, strict=True)):
             # The current `requires_grad` counts, as in autograd: the user may have changed it since the forward.
             if not param.requires_grad:
                 continue
-            if not (was_filled or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
+            if not (has_one or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
                 continue
             given.append(param)
             if param.grad is None:

@@ -7,7 +7,9 @@ own, so that frozen ones take no gradient memory and no bytes of a reduction.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from torch.autograd.graph import increment_version
 from flatshard._base import trace
 from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
 from flatshard._comm.collectives import Pending
-from flatshard._comm.progress import ComparedFlat, Label, drain
+from flatshard._comm.progress import ComparedFlat, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
@@ -205,6 +207,8 @@ class FlatParamHandle:
         # Whether other ranks hold the same shard of some parameters.
         self.has_replicas = any([p.replicas is not None for p in self.all_ranks])
         self.gradients.accumulators.find()  # here, to save the time in the first step
+        for index, ranks in enumerate(self.all_ranks):
+            ranks.label.describe_flats = functools.partial(_describe_flats, weakref.ref(self), index)
 
     @property
     def is_encoded(self) -> bool:
@@ -251,10 +255,6 @@ class FlatParamHandle:
         flat, index = self.user_changes.locate(param)
         self.registrations.add(module, name, param, flat.unsharded.params[index])
         self.user_changes.look_again()
-
-    def describe_flats(self, label: Label) -> list[ComparedFlat]:
-        """Describe the flat parameters on the ranks of ``label``, for errors about ranks that differ."""
-        return [flat.describe() for flat in self.flats if flat.ranks.label is label]
 
     @property
     def is_sharded(self) -> bool:
@@ -480,6 +480,14 @@ class FlatParamHandle:
                 flat.write_back()
                 if self.source is not None:
                     self.source.follow(flat)
+
+
+def _describe_flats(to_handle: weakref.ref[FlatParamHandle], index: int) -> list[ComparedFlat]:
+    """Describe the flat parameters on one of ``all_ranks``, for errors about ranks that differ."""
+    if (handle := to_handle()) is None:
+        return []
+    label = handle.all_ranks[index].label
+    return [flat.describe() for flat in handle.flats if flat.ranks.label is label]
 
 
 FILL = (

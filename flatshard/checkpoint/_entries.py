@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatshard._base.optimizers import innermost, load_into, params_of
 from flatshard._composable.find import contexts_of, units_of_parameters
+from flatshard._composable.hooks import is_running, recover_context
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
@@ -222,8 +223,8 @@ def sharded_state(module: nn.Module) -> dict[str, Any]:
     """Return the state dict with sharded parameters, also after ``unshard()`` and after a forward that was interrupted."""
     units = units_of_parameters(module)
     for context in contexts_of(units):
-        if context.forwards and not context.is_running:
-            context.recover()
+        if context.forwards and not is_running(context):
+            recover_context(context)
     # Units in use stay as they are: inside `summon_full_params` the state dict has their full parameters.
     check_has_memory([unit.handle for unit in units if not unit.claims.in_use], "checkpoint")
     found: dict[str, Any] = module.state_dict()

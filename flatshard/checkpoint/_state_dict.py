@@ -20,9 +20,9 @@ from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.features.full_parameters import Gathering
-from flatshard._composable.find import settle, units_of
-from flatshard._composable.state import Unit
-from flatshard._composable.unit_backward import current_graph_task
+from flatshard._composable.find import units_of
+from flatshard._composable.hooks import settle
+from flatshard._composable.state import Unit, current_graph_task
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory

@@ -27,6 +27,7 @@ from flatshard._composable.construct.groups import resolve_groups, runtimes_over
 from flatshard._composable.construct.layout_plan import plan_again
 from flatshard._composable.find import contexts_of
 from flatshard._composable.fully_shard import ranks_of
+from flatshard._composable.hooks import is_running, settle_context
 from flatshard._composable.state import Context, Unit
 from flatshard._handle.layout import PlannedFlat
 from flatshard._handle.lifetime import GradState
@@ -96,8 +97,8 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
         ValueError: they have several process groups.
     """
     for context in contexts_of(units):
-        context.settle()
-        if context.is_running:
+        settle_context(context)
+        if is_running(context):
             raise RuntimeError(f"{verb}: a forward or backward of the module is running: call it between two steps")
     for unit in units:
         unit.handle.check_parameters()

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 import flatshard
 from flatshard import MixedPrecision
 from flatshard import ShardingStrategy as S
-from flatshard._composable.backward import Backward
+from flatshard._composable import backward
+from flatshard._composable.state import Backward
 from flatshard.checkpoint import full_state_dict, optim_state_dict
 from flatshard.optim import OffloadedOptimizer
 
@@ -348,7 +349,7 @@ def in_and_after_a_step(env: Env) -> Any:
         loss, tasks = mean_square(model(env.batch(0))), list[Any]()
         if hold:
             fails = flatshard.optim.register_gradients_reduced_hook(model.blocks[1], lambda _: 1 // 0)
-            with contextlib.suppress(ZeroDivisionError), mock.patch.object(Backward, "_enter", _kept(tasks)):
+            with contextlib.suppress(ZeroDivisionError), mock.patch.object(backward, "_enter", _kept(tasks)):
                 loss.backward()
             fails.remove()
             if env.is_simulated:
@@ -366,11 +367,11 @@ def in_and_after_a_step(env: Env) -> Any:
 
 
 def _kept(tasks: list[Any]) -> Any:
-    """Return a ``Backward._enter`` that keeps the task alive."""
-    enter = Backward._enter
+    """Return a ``backward._enter`` that keeps the task alive."""
+    enter = backward._enter
 
-    def entered(self: Backward, task: int) -> None:
-        enter(self, task)
-        tasks.append(self._tasks[task]())
+    def entered(running: Backward, task: int) -> None:
+        enter(running, task)
+        tasks.append(running.tasks[task]())
 
     return entered

@@ -212,10 +212,13 @@ PATHS: dict[str, list[dict[str, str]]] = {
 
 
 POST, NO_SHARD = {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, {"strategy": ShardingStrategy.NO_SHARD}
+ON_DEMAND: dict[str, Any] = {"backward_prefetch": None}
 IN_TURN = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
 
 
-@pytest.mark.parametrize("options", [{}, POST, NO_SHARD], ids=["FULL_SHARD", "BACKWARD_POST", "NO_SHARD"])
+@pytest.mark.parametrize(
+    "options", [{}, POST, ON_DEMAND, NO_SHARD], ids=["FULL_SHARD", "BACKWARD_POST", "on demand", "NO_SHARD"]
+)
 @ranks(3, timeout=20)
 def test_ranks_that_take_different_paths_reduce_in_one_order(ctx, options: dict[str, Any]):
     """Paths change over several steps, so that leftovers of one step would show in the next."""

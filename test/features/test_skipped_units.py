@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import Block, Net
 from on_ranks import ranks
-from parity import check_same_gradients, twins
+from parity import check_same_gradients, check_same_params, step_all, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,6 +82,42 @@ def test_units_on_other_process_groups_inside(ctx):
             mine = x[ctx.rank]
             (model(mine) if ctx.rank in running else skip(model, mine)).square().mean().backward()
         check_same_gradients(model, plain)
+
+
+class Paths(nn.Module):
+    """Pairs of blocks between two layers. A rank runs the pairs of its path, and skips the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.pairs = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(3))
+        self.skip: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda pair, x: x
+        self.path: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.front(x)
+        for number, pair in enumerate(self.pairs):
+            x = pair(x) if number in self.path else self.skip(pair, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@ranks(3)
+def test_paths_that_differ_between_ranks_and_steps(ctx, prefetch):
+    """Gradients and parameters are those of one process, whenever backward gathers: ahead, afterwards, or on demand."""
+    plain, model = twins(ctx, Paths, {Block, nn.Sequential}, backward_prefetch=prefetch)
+    model.skip = skip
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, model)]
+    everyone = [(0, 1, 2)] * 3
+    for paths in (everyone, [(0, 1), (1, 2), (0, 2)], [(0,), (1,), ()], [(), (), (2,)], everyone, [(2,), (), (0, 1)]):
+        inputs = torch.randn(3, 2, WIDTH, dtype=torch.double)
+        for plain.path, x in zip(paths, inputs, strict=True):
+            (plain(x).square().mean() / 3).backward()
+        model.path = paths[ctx.rank]
+        model(inputs[ctx.rank]).square().mean().backward()
+        check_same_gradients(model, plain)
+        step_all(optimizers)
+    check_same_params(model, plain)
 
 
 class Tower(nn.Module):

@@ -8,9 +8,10 @@ from torch import nn
 
 import flatshard
 from flatshard import InternalError, fully_shard
+from flatshard._composable.backward import COMPLETION_TRANSITIONS
 from flatshard._composable.claims import Reason
 from flatshard._composable.find import units_below
-from flatshard._composable.unit_backward import COMPLETION_TRANSITIONS, CompletionState
+from flatshard._composable.state import CompletionState
 from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, ParamState
 
 README = (Path(flatshard.__file__).parent / "README.md").read_text()

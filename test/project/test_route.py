@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "construct": (1380, 53, 399),
-    "forward": (329, 17, 167),
-    "forward, a unit": (88, 16, 43),
-    "backward": (636, 18, 276),
-    "backward, a unit": (203, 17, 86),
+    "construct": (1371, 53, 392),
+    "forward": (312, 17, 159),
+    "forward, a unit": (84, 16, 40),
+    "backward": (612, 18, 267),
+    "backward, a unit": (197, 17, 82),
     "optimizer": (26, 4, 4),
     "state_dict": (98, 7, 72),
 }

@@ -185,7 +185,9 @@ QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
 COMMUNICATING = (
     "_comm.backends _comm.fake_group _comm.process_groups elastic._world elastic._epochs _composable.construct.groups"
 )
-HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
+HOOKING = (
+    "_composable.hooks _composable.autograd_hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
+)
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optimizer_hooks "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
 OF_PARAMETERS = (
@@ -199,7 +201,7 @@ TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_param
 # Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is.
 READING_FRAMES = """
 _composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
-_composable.state _comm.monitor.watch planning._recording _base.callers
+_composable.hooks _comm.monitor.watch planning._recording _base.callers
 """
 # For errors, and where torch tells nobody what it wants: see the note in _base/callers.py. No more may come.
 ASKING_WHO_CALLS = """

@@ -25,6 +25,7 @@ from flatshard._comm.mesh_runtime import MeshRuntime
 from flatshard._comm.process_groups import alive, timeout_of
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
+from flatshard._composable.hooks import settle_context
 from flatshard._composable.state import Context
 from flatshard._handle.layout import Groups
 from flatshard._handle.unit_ranks import Runtimes
@@ -326,6 +327,8 @@ def context_over(runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> C
         context = Context(runtime, progresses)
     else:
         context, *rest = known
+        for each in known if rest else ():
+            settle_context(each)
         for other in rest:
             context.take_over(other)
             _by_group.update({number: context for number, each in _by_group.items() if each is other})

@@ -15,6 +15,7 @@ from torch import nn
 from flatshard._base.errors import name_list
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import units_of
+from flatshard._composable.hooks import is_running
 from flatshard._composable.state import Unit, unit_of
 
 Named = list[tuple[str, torch.Tensor]]
@@ -41,7 +42,7 @@ def sync_buffers(module: nn.Module, *, average: bool = True) -> None:
         RuntimeError: called inside a forward or a backward; or a buffer is on the meta device.
     """
     units = units_of(module, "sync_buffers")
-    if any(unit.context.is_running for unit in units):
+    if any(is_running(unit.context) for unit in units):
         raise RuntimeError("sync_buffers: called inside a forward or a backward. Call it between steps")
     groups: tuple[dict[Runtime, Named], dict[Runtime, Named]] = {}, {}  # over shards first, then over replicas
     for unit, buffers in buffers_of_units(module, units):

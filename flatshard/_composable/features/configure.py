@@ -21,6 +21,7 @@ from flatshard._base.config import BackwardPrefetch, as_enum, as_reshard_after_f
 from flatshard._base.errors import name_list
 from flatshard._composable.features.kept_shards import set_source
 from flatshard._composable.find import unit_for, units_in
+from flatshard._composable.hooks import is_running
 from flatshard._composable.state import Unit
 from flatshard._handle.unsharded import FlatBuffer
 
@@ -170,7 +171,7 @@ def _check_all_reduce(units: list[Unit]) -> None:
 
 def _check_between_backwards(units: list[Unit]) -> None:
     """Raise if the gradients of some of ``units`` are on their way to ``.grad``."""
-    if any(unit.context.is_running and unit.context.backward is not None for unit in units):
+    if any(is_running(unit.context) and unit.context.backward is not None for unit in units):
         raise RuntimeError("configure(manual_finalization=...): called inside a backward. Call it before or after")
     for unit in units:
         unit.handle.gradients.check_not_deferred("configure(manual_finalization=...) was called")

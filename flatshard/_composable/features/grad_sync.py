@@ -17,6 +17,7 @@ from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
 from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import contexts_of, units_of
+from flatshard._composable.hooks import is_running, settle_context
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 
@@ -116,7 +117,7 @@ class ReductionHandle:
         """
         if not self._units:
             return
-        if any(context.is_running for context in self._drops):
+        if any(is_running(context) for context in self._drops):
             raise RuntimeError("wait() of reduce_gradients: called inside a forward or a backward. Call it after them")
         units, self._units = self._units, ()
         if any(context.reductions.drops != before for context, before in self._drops.items()):
@@ -173,7 +174,7 @@ def reduce_gradients(module: nn.Module, *, recurse: bool = True, async_op: bool 
 def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> ReductionHandle | None:
     """End the backwards of ``units``: see ``reduce_gradients``. Units in ``held`` also reduce gradients that they hold."""
     contexts = contexts_of(units)
-    if any(context.is_running for context in contexts):
+    if any(is_running(context) for context in contexts):
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
     if shown := [unit.fqn or "<root>" for unit in units if shows_gradients(unit)]:
         raise RuntimeError(
@@ -181,7 +182,7 @@ def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> Red
             "overwrite the reduced gradients by those it shows. Call it outside"
         )
     for context in contexts:
-        context.settle()
+        settle_context(context)
     for unit in units:
         if not unit.claims.in_use:
             unit.handle.check_parameters()

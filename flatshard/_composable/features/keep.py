@@ -26,8 +26,8 @@ from flatshard._base import frames
 from flatshard._base.old_names import old_arguments
 from flatshard._composable.claims import Claim, Kept, Reason
 from flatshard._composable.extensions import ForwardFeature
-from flatshard._composable.find import settle, units_of
-from flatshard._composable.hooks import UnitHooks, overridden
+from flatshard._composable.find import units_of
+from flatshard._composable.hooks import UnitHooks, overridden, settle
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import Unit, owner_of, unit_of
 from flatshard._handle.registrations import SHARDED, UNSHARDED

@@ -34,8 +34,7 @@ from flatshard._composable.extensions import Extension
 from flatshard._composable.features.skip import skip
 from flatshard._composable.find import units_below
 from flatshard._composable.outputs import tree_flatten, tree_unflatten
-from flatshard._composable.state import Unit, unit_of
-from flatshard._composable.unit_backward import current_graph_task
+from flatshard._composable.state import Unit, current_graph_task, unit_of
 
 
 class LayerDrop(Extension):

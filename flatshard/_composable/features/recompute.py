@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard._composable.extensions import Extension
 from flatshard._composable.find import units_below
 from flatshard._composable.module_tree import called_modules
-from flatshard._composable.state import Unit
-from flatshard._composable.unit_backward import current_graph_task
+from flatshard._composable.state import Unit, current_graph_task
 
 
 class Recompute(Extension):

@@ -42,10 +42,11 @@ from flatshard._base import frames
 from flatshard._comm.progress import NOBODY
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.backward import Backward
+from flatshard._composable.autograd_hooks import complete_unit
+from flatshard._composable.backward import await_gradients, backward_of, count_stand_in
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
-from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.hooks import UnitHooks, exit_forward
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, owner_of, unit_of
@@ -277,7 +278,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
         else:
             tensors = inside(tensors)
     finally:
-        if (forward := unit.context.exit_forward(module)) is not None:
+        if (forward := exit_forward(unit.context, module)) is not None:
             hooks.end_forward(forward, hooks.register_pre_backward(marked, forward), False)
         forward = None  # it holds this frame: a cycle, in which the tensors would live until the collector comes
     return tensors
@@ -311,15 +312,14 @@ def _anchor(unit: Unit) -> torch.Tensor:
 
 
 def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
-    to_hooks = weakref.ref(UnitHooks.of(unit))
+    to_unit = weakref.ref(unit)
 
     def on_gradient(anchor: torch.Tensor) -> None:
         anchor.grad = None
-        hooks = to_hooks()
-        assert hooks is not None
-        unit = hooks.unit
-        if Backward.of(unit).await_gradients(unit).count_other():
-            hooks.complete()
+        unit = to_unit()
+        assert unit is not None
+        if count_stand_in(await_gradients(backward_of(unit), unit)):
+            complete_unit(unit)
 
     return on_gradient
 

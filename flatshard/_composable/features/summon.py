@@ -12,7 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatshard._base.errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._composable.claims import Claim, Need, Reason
 from flatshard._composable.features.full_parameters import FullParameters
-from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
+from flatshard._composable.find import contexts_of, units_of, units_of_parameters
+from flatshard._composable.hooks import is_running, recover_context, settle
 from flatshard._composable.state import Unit, own_copies
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.registrations import SHARDED, UNSHARDED, Registrations
@@ -298,7 +299,7 @@ def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:
     """Raise inside a forward or a backward, and inside a ``summon_full_params`` with other arguments."""
     name = unit.fqn or "<root>"
     around = _summons(unit)
-    if unit.context.is_running or any(claim.uses and claim not in around for claim in unit.claims):
+    if is_running(unit.context) or any(claim.uses and claim not in around for claim in unit.claims):
         raise RuntimeError(
             f"summon_full_params of unit {name!r} inside a forward, a backward or keep_unsharded(threads=True): enter it "
             "outside. A forward reads another layer's full parameters between flatshard.unshard(layer) and "
@@ -462,9 +463,9 @@ def recover(module: nn.Module) -> None:
     """
     units = units_of_parameters(module)
     contexts = contexts_of(units)
-    if any(context.is_running for context in contexts):
+    if any(is_running(context) for context in contexts):
         raise RuntimeError("recover: called inside a forward or a backward. Call it where the exception is caught")
     for context in contexts:
-        context.recover(drop_held=True)
+        recover_context(context, drop_held=True)
     for unit in units:  # units that a forward left unsharded for a backward that did not run
         unit.release(Reason.LET_GO)

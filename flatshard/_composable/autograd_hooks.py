@@ -1,0 +1,174 @@
+"""What autograd tells of a unit in a backward: it is reached, its gradients come, it is left.
+
+reached    at a tensor that its forward returned: ``pre_backward`` gathers it, and prefetches the previous unit
+gradients  at each parameter: the first and some others are received, the last one completes the unit
+left       at its inputs: ``post_backward`` frees it, if it is not freed when it is complete
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flatshard._base.config import BackwardPrefetch
+from flatshard._composable.backward import (
+    await_gradients,
+    backward_of,
+    complete,
+    gradient_hook,
+    leave_forward,
+    postpone,
+    reach_forward,
+)
+from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
+from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
+from flatshard._composable.state import COMPLETE, AwaitedGradients, Unit, Way, current_graph_task
+from flatshard._composable.to_come import is_over, may_get_more, was_completed, was_left
+from flatshard._handle.registrations import UNSHARDED
+
+BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
+
+
+# -- it is reached -----------------------------------------------------------------------------------------------------
+
+
+def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+    """Gather the unit, and prefetch the next one, when backward reaches one of its outputs by ``way``.
+
+    ``later``: calls for forwards that ended after this one with the same output. They run first, the last one first. So
+    backward reaches forwards in reverse order, on all ranks.
+    """
+    for reach in reversed(later):
+        reach(grads)
+    record, task = way.record, current_graph_task()
+    unit = record.unit
+    if record.reached_in == task:
+        for needed in unit.needs if unit.context.runtime.streams is not None else ():
+            needed.handle.wait()  # another output of it, perhaps on another stream
+        return
+    # The backward of a forward that used only frozen parameters may still read their values.
+    now = unit.graph.now
+    if now is not None and now.completion is COMPLETE and now.completed_in == task and unit.is_done_with_gradients:
+        return
+    context, backward = unit.context, backward_of(unit)
+    awaited = reach_forward(backward, record)
+    for outer in record.outer:
+        gather_ahead(outer)
+    for claim in unit.claims:
+        claim.check_backward()
+    for needed in unit.needs:
+        # If it is complete, only its values are needed once more.
+        if needed is not unit and not was_completed(needed):
+            await_gradients(backward, needed)
+    gather(unit)
+    for needed in unit.needs:
+        needed.handle.wait()
+        needed.handle.registrations.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
+    if not unit.handle.has_values_of(record.version):
+        raise RuntimeError(
+            f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
+            "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
+            "run forward again after it"
+        )
+    # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
+    if not (awaited and awaited.acts_at and context.reductions.frees) and prefetches_before(unit):
+        prefetch_next(record)
+
+
+# -- gradients come ----------------------------------------------------------------------------------------------------
+
+
+def hook_parameters(unit: Unit) -> None:
+    """Register the hooks of the parameters of ``unit``. They do not keep it alive."""
+    to_unit = weakref.ref(unit)
+
+    def call(verb: Callable[..., Any], *args: int) -> Any:
+        unit = to_unit()
+        assert unit is not None
+        return verb(unit, *args)
+
+    end, finish = functools.partial(call, finish_previous), functools.partial(call, complete_unit)
+    for group, flat in enumerate(unit.handle.flats):
+        if flat.kind.is_trainable:
+            for index, compute in enumerate(flat.unsharded.params):
+                hook = gradient_hook(unit.graph, functools.partial(call, receive_gradient, group, index), end, finish)
+                # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
+                wanted = compute.requires_grad
+                compute.requires_grad_(True)
+                compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                compute.requires_grad_(wanted)
+
+
+def receive_gradient(unit: Unit, group: int, index: int, task: int) -> AwaitedGradients | None:
+    """Receive the first gradient of graph task ``task``, or one that must be moved.
+
+    Returns what the unit awaits, or None if this gradient does not count.
+    """
+    if not unit.handle.flats[group].requires_grad[index]:
+        return None  # frozen since its forward: there is no gradient, and none was expected
+    now = unit.graph.now
+    awaited = None if now is None else now.awaited
+    if awaited is None or task not in awaited.expected:
+        awaited = await_gradients(backward_of(unit), unit)
+    awaited.counts_only_in = task if unit.handle.gradients.receive(group, index) else None
+    return awaited
+
+
+def finish_previous(unit: Unit) -> None:
+    """End the reduction of the unit before ``unit``, and gather the next one into the memory that it frees."""
+    unit.context.reductions.finish_previous()
+    if prefetches_before(unit):
+        prefetch_after(unit)
+
+
+def complete_unit(unit: Unit) -> None:
+    """Free ``unit`` and start its reduction: all its gradients have come."""
+    backward, now = unit.context.backward, unit.graph.now
+    assert backward is not None
+    assert now is not None
+    assert now.awaited is not None
+    # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
+    if now.awaited.acts_at:
+        finish_previous(unit)
+    if may_get_more(unit):
+        postpone(backward, unit)
+        return
+    done = unit.is_done_with_gradients or was_left(unit)
+    if done:  # before the reduction input is allocated
+        unit.release(GRADIENTS_CAME)
+    complete(backward, unit)
+    if done and unit.config.backward_prefetch is BACKWARD_POST:
+        prefetch_after(unit)
+
+
+# -- it is left --------------------------------------------------------------------------------------------------------
+
+
+def post_backward(unit: Unit) -> None:
+    """Free ``unit`` if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
+    if leave_forward(unit) and (not unit.handle.gradients.accumulators.are_all or is_over(unit)):
+        unit.release(INPUTS_LEFT)
+        if unit.config.backward_prefetch is BACKWARD_POST:
+            prefetch_after(unit)
+
+
+class _Leave(torch.autograd.Function):
+    """The identity on a unit's inputs. Its backward tells that backward has left this forward."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.left_unit = unit
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        post_backward(ctx.left_unit)
+        return None, *grads
+
+
+leave: Callable[..., tuple[torch.Tensor, ...]] = _Leave.apply
+"""Pass a unit and its inputs through a node by which backward leaves the unit."""
