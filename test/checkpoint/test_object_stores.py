@@ -327,6 +327,29 @@ def test_parts_bound_the_memory(tmp_path, monkeypatch, async_op):
     assert max(sizes) < 2 * 2**18
 
 
+@ranks(2)
+def test_one_copy_of_the_shards(ctx, path: str) -> None:
+    """Saves in the background hold one copy of a rank's shards together: each waits for the one before."""
+    model = fully_shard(nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)]), process_group=ctx.group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 128)).sum().backward()
+    optimizer.step()
+    own = 3 * sum(p.nbytes for p in model.parameters())
+    for scheme in ("file", "objects"):
+        with MemoryWatch() as watch:
+            saves = [
+                save_checkpoint(
+                    f"{scheme}://{path}/{scheme}{i}",
+                    {"model": model, "optimizer": optimizer},
+                    async_op=True,
+                    process_group=ctx.group,
+                )
+                for i in range(3)
+            ]
+            [save.result() for save in saves]
+        assert own <= watch.peak <= own * 1.1
+
+
 def test_a_save_in_the_background(tmp_path):
     """It has the state at the call, in one copy. The next save waits for it. An error is raised by its result."""
     path, state = f"objects://{tmp_path}", {"x": torch.zeros(1000)}
