@@ -302,6 +302,27 @@ def test_progress_is_counted_once(tmp_path, monkeypatch):
     assert [r for r in ObjectStore.requests if r[0] == "discard"]
 
 
+def test_a_stream_that_cannot_be_marked_closed(monkeypatch):
+    """Streams of some stores have a ``closed`` of their own, and what they hold is given up all the same."""
+    from fsspec.implementations.memory import MemoryFile
+
+    attempts: list[int] = []
+
+    def write(self: Any, data: Any, write: Any = MemoryFile.write) -> int:
+        attempts.append(len(data))
+        if len(attempts) == 2:
+            raise LOST
+        return write(self, data)
+
+    monkeypatch.setattr(MemoryFile, "write", write)
+    path = "memory://closed/x"
+    save_checkpoint(path, state_of(1.0))
+    assert attempts.count(attempts[0]) > 1
+    assert saved_value(path) == 1.0
+    (folder,) = (name for name in locate(path, "test").names() if name != METADATA)
+    assert locate(f"{path}/{folder}", "test").names() == ["__0_0.distcp"]
+
+
 # -- memory, and saves in the background -------------------------------------------------------------------------------
 
 
