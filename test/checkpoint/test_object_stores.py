@@ -25,7 +25,14 @@ from torch import nn
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import FileSystemReader, _store
+from flatshard.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    RankError,
+    _store,
+    export_safetensors,
+    load_safetensors,
+)
 from flatshard.checkpoint._location import locate
 
 pytest.importorskip("fsspec")
@@ -47,6 +54,10 @@ def state_of(value: float) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     return {"model": model, "optimizer": optimizer, "step": value}
+
+
+def exported(path: Any) -> None:
+    export_safetensors(Four(), path)
 
 
 def saved_value(path: str) -> float:
@@ -138,6 +149,16 @@ def test_without_the_library(monkeypatch):
         save_checkpoint("s3://b/x", {"step": 1})
     with pytest.raises(ValueError, match="Protocol not known: nowhere"):
         load_checkpoint("nowhere://b/x", {"step": 1})
+
+
+@pytest.mark.parametrize("verb", [save_checkpoint, load_checkpoint, FileSystemReader, FileSystemWriter, exported])
+def test_chains_of_urls_are_refused(tmp_path, monkeypatch, verb):
+    """A chain is no local path either, and no folder of its name is made."""
+    monkeypatch.chdir(tmp_path)
+    for chain in ("simplecache::memory://x", "zip://a/b::memory://x", Path("filecache::memory://x")):
+        with pytest.raises(ValueError, match=r"is a chain of URLs. Name the store itself, 'memory:/+x'"):
+            verb(chain, **({"state": {"step": 1}} if verb in (save_checkpoint, load_checkpoint) else {}))
+    assert not list(tmp_path.iterdir())
 
 
 # -- requests that fail ------------------------------------------------------------------------------------------------
@@ -471,3 +492,44 @@ def test_slow_parts_are_waited_for(ctx, path: str) -> None:
     state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}
     with patched(ObjectStore, "fault", staticmethod(slow)):
         save_checkpoint(f"objects://{path}/x", state, process_group=ctx.group, timeout=datetime.timedelta(seconds=1))
+
+
+@ranks(2)
+def test_safetensors_in_a_store(ctx, path: str) -> None:
+    """A rank reads the ranges of its shards. A store that is down changes nothing on any rank."""
+    layers = [nn.Linear(64, 64) for _ in range(6)]
+    model = fully_shard(nn.Sequential(*layers), policy={nn.Linear}, process_group=ctx.group)
+    expected = flatshard.checkpoint.full_state_dict(model)
+    export_safetensors(model, path, max_file_bytes=40_000)
+    url = f"objects://{path}"
+
+    def zero() -> None:
+        for p in model.parameters():
+            nn.init.zeros_(p)
+
+    def check(expected: Any) -> None:
+        found = flatshard.checkpoint.full_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    with patched(_store, "_AHEAD", 1024):
+        zero()
+        ObjectStore.requests.clear()
+        load_safetensors(model, url, process_group=ctx.group)
+        check(expected)
+        own = sum(p.nbytes for p in model.parameters())
+        # A header's request asks for more bytes than these files have.
+        read = [nbytes for kind, at, nbytes in ObjectStore.requests if kind == "read" and nbytes < 2**15]
+        assert own <= sum(read) <= 1.5 * own + 20_000, "and headers"
+        for at in range(0, 40, 5):
+            zero()
+            with patched(_store, "_WAITS", (0.0,)), patched(ObjectStore, "fault", staticmethod(Faults(at, "once"))):
+                load_safetensors(model, url, process_group=ctx.group)
+            check(expected)
+        zero()
+        down = staticmethod(Faults(4, "down")) if ctx.rank == 1 else None
+        with patched(_store, "_WAITS", (0.0,)), patched(ObjectStore, "fault", down), expect("rank 1: .*failed 2 times"):
+            load_safetensors(model, url, process_group=ctx.group)
+        check({name: torch.zeros_like(value) for name, value in expected.items()})
+    for wrong in (f"{url}/nothing", f"objects://{path}-nothing"):
+        with pytest.raises(RankError, match="is no folder, or has no files"):
+            load_safetensors(model, wrong, process_group=ctx.group)
