@@ -86,13 +86,18 @@ class MemoryWatch(LiveBytes):
         checksums(memoryview(bytes(8)))  # makes a table of 1 MiB, once per process
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
+        given = [self.plain(t) for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        known = {t.untyped_storage()._cdata for t in given}
         result = func(*args, **(kwargs or {}))
-        made = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        made = [t for t in made if not isinstance(t, flatshard.checkpoint.ShardedValue)]
+        made = [self.plain(t) for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self.add(t for t in made if t.untyped_storage()._cdata not in known)
         self.peak = max(self.peak, self.now())
         return result
+
+    @staticmethod
+    def plain(tensor: Tensor) -> Tensor:
+        """Return the tensor that has the memory."""
+        return tensor.to_local() if isinstance(tensor, flatshard.checkpoint.ShardedValue) else tensor
 
 
 def same_tensors(found: dict[str, Any], expected: dict[str, Tensor], strides: bool = False) -> None:

@@ -13,6 +13,7 @@ from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 if TYPE_CHECKING:
+    from flatshard.checkpoint._copy import copy_checkpoint
     from flatshard.checkpoint._reader import FileSystemReader
     from flatshard.checkpoint._safetensors_load import load_safetensors
     from flatshard.checkpoint._writer import FileSystemWriter
@@ -34,6 +35,7 @@ else:
         on_first_use={
             "FileSystemReader": "_reader",
             "FileSystemWriter": "_writer",
+            "copy_checkpoint": "_copy",
             "load_safetensors": "_safetensors_load",
         },  # torch.distributed.checkpoint comes with them
     )
@@ -43,6 +45,7 @@ __all__ = [
     "FileSystemWriter",
     "RankError",
     "ShardedValue",
+    "copy_checkpoint",
     "export_safetensors",
     "full_state_dict",
     "iter_full_params",

@@ -274,15 +274,30 @@ def local(path: str | os.PathLike[str], verb: str) -> Path:
     Raises:
         ValueError: it begins with a scheme (``s3://``), for which a local folder of that name would be made.
     """
-    if SCHEME.match(text := os.fspath(path)):
+    if SCHEME.match(text := check_unchained(path, verb)):
         raise ValueError(
-            f"{verb}: {text!r} is no local path. Use a local folder, and copy that folder from or to the store. "
-            "flatshard.save_checkpoint and load_checkpoint use stores directly"
+            f"{verb}: {text!r} is no local path. Use a local folder, and copy it to the store: "
+            "fsspec.filesystem('s3').put(folder, url, recursive=True). flatshard.save_checkpoint, load_checkpoint and "
+            "load_safetensors use stores directly"
         )
     return Path(path)
 
 
 SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")  # `Path` leaves one slash
+_CHAINED = re.compile(r"[A-Za-z][\w+.-]+(:/.*)?::.*:/")
+
+
+def check_unchained(path: str | os.PathLike[str], verb: str) -> str:
+    """Return ``path``, the argument of ``verb``, as text.
+
+    Raises:
+        ValueError: it is a chain of URLs, as fsspec has them (``simplecache::s3://``): a cache or an archive does not publish
+            files at once.
+    """
+    if _CHAINED.match(text := os.fspath(path)):
+        store = text.rpartition("::")[2]
+        raise ValueError(f"{verb}: {text!r} is a chain of URLs. Name the store itself, {store!r}")
+    return text
 
 
 def find(path: Path) -> Path:
@@ -330,10 +345,13 @@ class DiskPath:
         """Return the files of the new directory, by its ``written``."""
         return Folder(written)
 
+    def names(self) -> list[str]:
+        """Return the names in it."""
+        return [path.name for path in self._path.iterdir()] if self._path.is_dir() else []
+
     def checkpoints(self) -> dict[str, DiskPath]:
         """Return the checkpoints in this directory by name."""
-        paths = self._path.iterdir() if self._path.is_dir() else ()
-        return {path.name: DiskPath(path) for path in paths if (path / METADATA).exists()}
+        return {name: self.child(name) for name in self.names() if (self._path / name / METADATA).exists()}
 
     def child(self, name: str) -> DiskPath:
         """Return the path of a checkpoint in this directory."""

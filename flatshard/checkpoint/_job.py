@@ -353,7 +353,8 @@ class _Saving:
         self._new.publish(*self._metadata)
 
     def discard(self) -> None:
-        """Remove the written files, unless they are published."""
+        """Remove the written files, unless they are published. Drop the state, of which the next save makes a copy."""
+        self._planner.state_dict = {}
         if self._folder is not None:
             self._folder.close()
         if self._new is not None:

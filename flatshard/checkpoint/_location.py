@@ -20,9 +20,9 @@ def locate(path: str | os.PathLike[str], verb: str) -> Location:
 
     Raises:
         ImportError: it begins with a scheme (``s3://``) whose library is not installed.
-        ValueError: the scheme is unknown.
+        ValueError: the scheme is unknown, or it is a chain of URLs.
     """
-    scheme = disk.SCHEME.match(text := os.fspath(path))
+    scheme = disk.SCHEME.match(text := disk.check_unchained(path, verb))
     if scheme is None:
         return disk.DiskPath(path)
     protocol, rest = text[: scheme.end() - 2], text[scheme.end() - 1 :]

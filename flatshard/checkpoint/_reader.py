@@ -355,7 +355,8 @@ def read_spans(file: OpenFile, spans: Iterable[FileSpan], count: Callable[[int],
 
 def _read_share(file: OpenFile, share: list[FileSpan]) -> list[FileSpan]:
     wrong: list[FileSpan] = []
-    memory = memoryview(bytearray(BLOCK))  # as large as a core's cache: what is read is summed there
+    # A core's cache has room for it, and what is read is summed there.
+    memory = memoryview(bytearray(BLOCK if any(span.place is None for span in share) else 0))
     for span in share:
         if span.place is not None:
             file.read(span.place, span.start)

@@ -130,10 +130,12 @@ class _Ranks:
     def __enter__(self) -> Self:
         """Wait until all ranks have come, and begin to give signs of life: a write may take as long as it needs."""
         barrier(self._runtimes, _CALL)
-        for group in self._groups:
-            rank, _, store = membership(group)
-            names, seconds = dist.get_process_group_ranks(group), patience(group, GIVE_UP_AFTER)
-            self._jobs.append(self._stack.enter_context(Barrier(store, rank, names, _CALL, seconds)))
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                rank, _, store = membership(group)
+                names, seconds = dist.get_process_group_ranks(group), patience(group, GIVE_UP_AFTER)
+                self._jobs.append(stack.enter_context(Barrier(store, rank, names, _CALL, seconds)))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:

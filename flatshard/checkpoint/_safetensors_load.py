@@ -7,14 +7,15 @@ one box at a time. Nothing is sent between ranks but errors. The ``safetensors``
 
 [Note: Nothing in a file is believed]
 Files come from strangers. A length is compared with the size of the file before that much is read, each tensor's range with
-its shape and with the file, and names of files have no folder. Links are followed, as the cache of Hugging Face is made of
-them. All of it is checked before the first value is replaced.
+its shape and with the file, and names of files have no folder. A link that leads out of the folder is followed only into the
+cache of Hugging Face. All of it is checked before the first value is replaced.
 """
 
 from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -40,15 +41,19 @@ from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._disk import ByteCount, Report
 from flatshard.checkpoint._entries import copied, sharded_state, shows_memory
 from flatshard.checkpoint._job import check_call, check_digests, make_barrier
+from flatshard.checkpoint._location import Location, OpenFile
 from flatshard.checkpoint._metadata import Body, place_of
 from flatshard.checkpoint._reader import EntryPiece, FileSystemReader, plan, read_bytes
 from flatshard.checkpoint._safetensors import DTYPES, ENDING, INDEX_ENDING, check_value
+from flatshard.checkpoint._store import OpenStoreFile
 
 Rename = Callable[[str], "str | tuple[str, Sequence[int]] | list[str] | None"]
 """Returns the name in the model of a tensor's name in the files. See :func:`load_safetensors`."""
 
+_HEADER = 2**18  # bytes of a file in a store that are read first
 _MAX_HEADER = 100 * 10**6  # bytes: the limit of the safetensors package
 _MAX_DIMS = 64
+_NAMED = {text: dtype for dtype, text in DTYPES.items()}
 
 
 def load_safetensors(
@@ -76,7 +81,8 @@ def load_safetensors(
 
     Args:
         module: a sharded module with memory: after ``to_empty``, if it was sharded on the meta device.
-        directory: the folder, which all ranks see. Files of other formats in it are not read.
+        directory: the folder, which all ranks see, or its URL in a store (``s3://bucket/model``): see
+            :func:`save_checkpoint`. Files of other formats in it are not read.
         name: of the files, as in :func:`export_safetensors`. Default: the only one that the folder has.
         strict: raise if the files lack a name, or have a name that the module has not. If False, values that the files lack
             stay as they are.
@@ -92,14 +98,14 @@ def load_safetensors(
         Names of the module that the files lack. Their values have not changed.
 
     Raises:
-        ValueError: ``directory`` begins with a scheme (``s3://``).
+        ImportError: ``directory`` is a URL, and fsspec or the library of the store is not installed.
+        ValueError: fsspec does not know the scheme of the URL.
         RankError: on all ranks, with nothing changed on any: a rank did not arrive; names are missing or unexpected; shapes
             differ; a dtype cannot become the parameter's, as those of quantised weights; a file is missing, damaged, cut
             off, outside of the folder, or of a format that is not read (pickles, GGUF). If the disk fails after everything
             was checked, the message says that some values are changed.
     """
-    at = disk.local(directory, "load_safetensors")
-    check_call(at, {"": module}, process_group, "load_safetensors")
+    at = check_call(directory, {"": module}, process_group, "load_safetensors")
     job = make_barrier(process_group, f"load_safetensors({str(at)!r})", timeout)
     reader = SafetensorsReader(at, name, rename)
     reader.progress = ByteCount("loading", str(at), progress, job.is_first)
@@ -185,22 +191,36 @@ class _FileTensor(NamedTuple):
     nbytes: int
 
 
-class _PlainFolder(disk.Folder):
-    """Files by names without a folder. Links are followed: the cache of Hugging Face consists of them."""
+class _LinkedFolder(disk.Folder):
+    """The files of a folder, of which some may be links into the cache of Hugging Face."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._found: dict[str, Path] = {}
 
     def _inside(self, name: str) -> Path:
-        if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"the index names a file outside of the folder, which is not read: {name!r}")
-        return self._path / name
+        if name not in self._found:
+            self._found[name] = self._resolved(name)
+        return self._found[name]
+
+    def _resolved(self, name: str) -> Path:
+        root, path = Path(os.path.realpath(self._path)), Path(os.path.realpath(self._path / name))
+        blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
+        if not path.is_relative_to(root) and not path.is_relative_to(blobs):
+            raise ValueError(
+                f"{name!r} is a link to {str(path)!r}, outside of the folder, which is not read: copy that file, or give the "
+                "folder that it is in"
+            )
+        return path
 
 
 class SafetensorsReader(FileSystemReader):
     """A reader of safetensors files. [Note: A folder as a checkpoint]"""
 
-    def __init__(self, path: Path, name: str | None, rename: Rename | None) -> None:
-        super().__init__(path, verify=False)
-        self.folder = _PlainFolder(path)
-        self._name, self._rename = name, rename or str
+    def __init__(self, at: Location, name: str | None, rename: Rename | None) -> None:
+        super().__init__(str(at), verify=False)
+        self._at, self._name, self._rename = at, name, rename or str
+        self.folder = _LinkedFolder(str(at)) if isinstance(at, disk.DiskPath) else at.folder()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return metadata made of the headers.
@@ -210,7 +230,7 @@ class SafetensorsReader(FileSystemReader):
         """
         self._versions, self._hash = {}, hashlib.blake2b(digest_size=16)
         tensors: dict[str, _FileTensor] = {}
-        file = _main_file(self.path, self._name)
+        file = _main_file(self._at, self._name)
         index = self._read_index(file) if file.endswith(INDEX_ENDING) else {}
         for each in dict.fromkeys(index.values()) or [file]:
             for tensor in self._read_header(each):
@@ -223,25 +243,40 @@ class SafetensorsReader(FileSystemReader):
         return self.metadata
 
     def _read_index(self, file: str) -> dict[str, str]:
-        data = self._read_json(file, 0, self._size(file))
+        with self._open(file) as opened:
+            data = self._read_json(opened, file, 0, self._size(file))
         found = data.get("weight_map") if isinstance(data, dict) else None
         if not isinstance(found, dict) or not found or not all(isinstance(each, str) for each in found.values()):
             raise ValueError(f"{file!r} is no index of safetensors files: it has no weight_map of names")
+        for each in set(found.values()):
+            if each in ("", ".", "..") or Path(each).name != each:
+                raise ValueError(f"the index names a file outside of the folder, which is not read: {each!r}")
         return found
 
     def _read_header(self, file: str) -> list[_FileTensor]:
         size = self._size(file)
-        with self.folder.open(file) as opened:
+        with self._open(file) as opened:
             length = int.from_bytes(read_bytes(opened, 0, min(8, size)), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(
-                f"{file!r} has {size} bytes, too few for its header: it is cut off, or no safetensors file"
-            )
-        header, begin = self._read_json(file, 8, length), 8 + length
+            if size < 8 or length > size - 8:
+                raise ValueError(
+                    f"{file!r} has {size} bytes, too few for its header: it is cut off, or no safetensors file"
+                )
+            header, begin = self._read_json(opened, file, 8, length), 8 + length
         if not isinstance(header, dict):
             raise ValueError(f"{file!r} has a header that names no tensors")
         header.pop("__metadata__", None)
-        return [_parse(name, file, described, begin, size) for name, described in header.items()]
+        tensors = [_parse(name, file, described, begin, size) for name, described in header.items()]
+        in_order = sorted((each for each in tensors if each.nbytes), key=lambda each: each.start)
+        for one, other in itertools.pairwise(in_order):
+            if one.start + one.nbytes > other.start:
+                raise ValueError(f"{one.name!r} and {other.name!r} have common bytes in {file!r}")
+        return tensors
+
+    def _open(self, file: str) -> OpenFile:
+        opened = self.folder.open(file)
+        if isinstance(opened, OpenStoreFile):
+            opened.ahead = _HEADER  # the file's other bytes are those of other ranks
+        return opened
 
     def _size(self, file: str) -> int:
         version = self._versions[file] = self.folder.version(file)
@@ -249,11 +284,10 @@ class SafetensorsReader(FileSystemReader):
             raise ValueError(f"{file!r} is missing in the folder")
         return version[0]
 
-    def _read_json(self, file: str, start: int, nbytes: int) -> Any:
+    def _read_json(self, opened: OpenFile, file: str, start: int, nbytes: int) -> Any:
         if nbytes > _MAX_HEADER:
             raise ValueError(f"{file!r} has a header or an index of {nbytes} bytes; the most are {_MAX_HEADER}")
-        with self.folder.open(file) as opened:
-            data = bytes(read_bytes(opened, start, nbytes))
+        data = bytes(read_bytes(opened, start, nbytes))
         self._hash.update(repr((file, nbytes)).encode() + data)
         try:
             return json.loads(data, object_pairs_hook=_unique)
@@ -315,20 +349,20 @@ def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     return False
 
 
-def _main_file(path: Path, name: str | None) -> str:
+def _main_file(at: Location, name: str | None) -> str:
     """Return the name of the only index, or else of the only file.
 
     Raises:
         ValueError: there is none, or several.
     """
-    if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is no folder")
-    files = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+    files = sorted(each for each in at.names() if not each.startswith("."))
+    if not files:
+        raise ValueError(f"{str(at)!r} is no folder, or has no files")
     for ending in (INDEX_ENDING, ENDING):
         found = [n for n in files if n.endswith(ending) and name in (None, n.removesuffix(ending))]
         if len(found) > 1:
             hint = "" if ending == INDEX_ENDING else ", and no index of them: copy the index, too"
-            raise ValueError(f"{str(path)!r} has {name_list(found, 3)}{hint}. To read one of them, give its name=")
+            raise ValueError(f"{str(at)!r} has {name_list(found, 3)}{hint}. To read one of them, give its name=")
         if found:
             return found[0]
     others = [n for n in files if n.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf"))]
@@ -341,7 +375,7 @@ def _main_file(path: Path, name: str | None) -> str:
         )
     )
     wanted = "safetensors files" if name is None else f"{name}{ENDING} or {name}{INDEX_ENDING}"
-    raise ValueError(f"{str(path)!r} has no {wanted}{hint}")
+    raise ValueError(f"{str(at)!r} has no {wanted}{hint}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -367,10 +401,9 @@ def _parse(name: str, file: str, described: Any, begin: int, size: int) -> _File
     """
     if not isinstance(described, dict) or not described.keys() >= {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} in {file!r} has no dtype, shape and place")
-    known = {text: dtype for dtype, text in DTYPES.items()}
     shape, offsets = described["shape"], described["data_offsets"]
-    if (dtype := known.get(str(described["dtype"]))) is None:
-        raise ValueError(f"{name!r} in {file!r} is {described['dtype']!r}, and read are {name_list(known, 12)}")
+    if (dtype := _NAMED.get(str(described["dtype"]))) is None:
+        raise ValueError(f"{name!r} in {file!r} is {described['dtype']!r}, and read are {name_list(_NAMED, 12)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r} in {file!r} has shape {shape} and place {offsets}, which none can have")
     start, end = offsets

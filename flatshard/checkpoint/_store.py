@@ -29,7 +29,7 @@ from flatshard.checkpoint._disk import METADATA, outside
 T = TypeVar("T")
 
 PART = 32 * 2**20  # bytes of a file that are uploaded at a time: S3 takes 10,000 parts
-_AHEAD = 8 * 2**20  # bytes that a request reads at least
+_AHEAD = 8 * 2**20  # bytes: see `OpenStoreFile`
 _WAITS = (1.0, 2.0, 4.0)  # seconds before an action begins again
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, LookupError, RuntimeError, TypeError, ValueError)
 _CLAIM = ".saving"
@@ -76,6 +76,7 @@ class OpenStoreFile:
 
     def __init__(self, files: Any, path: str, url: str) -> None:
         self._files, self._path, self._url = files, path, url
+        self.ahead = _AHEAD  # bytes that a request reads at least
         self._last = threading.local()  # the range that this thread has read: its start, and its bytes
 
     def read(self, buffer: memoryview, at: int) -> None:
@@ -87,7 +88,7 @@ class OpenStoreFile:
         while buffer:
             start, data = getattr(self._last, "range", (0, b""))
             if not start <= at < start + len(data):
-                start, end = at, at + max(len(buffer), _AHEAD)
+                start, end = at, at + max(len(buffer), self.ahead)
                 data = repeated(self._url, self._files.cat_file, self._path, start=start, end=end)
                 if not data:
                     raise ValueError(f"{self._url} has been cut off while it was read")

@@ -200,7 +200,7 @@ def test_a_path_with_a_scheme_is_refused(tmp_path, monkeypatch):
             _writer.FileSystemWriter,
             _writer.FileSystemWriter("x").reset,
         ):
-            with pytest.raises(ValueError, match=r"is no local path\. Use a local folder, and copy that folder"):
+            with pytest.raises(ValueError, match=r"is no local path\. Use a local folder, and copy it to the store"):
                 verb(path)
     assert list(tmp_path.iterdir()) == []
     save_checkpoint("x", state)

@@ -303,7 +303,7 @@ def test_what_torchs_writer_would_lose_is_refused(ctx, path: str) -> None:
 def test_an_export_that_dies(ctx, path: str) -> None:
     """Files of a dead export have hidden names or no index. They are never loaded, and the next export replaces them."""
     model = shard(ctx, make(), policy={nn.Linear})
-    for step, text in (("write_at", "has no safetensors files"), ("flush_directory", None), ("rename", "and no index")):
+    for step, text in (("write_at", "has no files"), ("flush_directory", None), ("rename", "and no index")):
         ctx.note(step)
         at = f"{path} {step}"
         with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,14 @@ from torch import nn
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import FileSystemReader, _store
+from flatshard.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    RankError,
+    _store,
+    export_safetensors,
+    load_safetensors,
+)
 from flatshard.checkpoint._location import locate
 
 pytest.importorskip("fsspec")
@@ -47,6 +54,10 @@ def state_of(value: float) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     return {"model": model, "optimizer": optimizer, "step": value}
+
+
+def exported(path: Any) -> None:
+    export_safetensors(Four(), path)
 
 
 def saved_value(path: str) -> float:
@@ -138,6 +149,16 @@ def test_without_the_library(monkeypatch):
         save_checkpoint("s3://b/x", {"step": 1})
     with pytest.raises(ValueError, match="Protocol not known: nowhere"):
         load_checkpoint("nowhere://b/x", {"step": 1})
+
+
+@pytest.mark.parametrize("verb", [save_checkpoint, load_checkpoint, FileSystemReader, FileSystemWriter, exported])
+def test_chains_of_urls_are_refused(tmp_path, monkeypatch, verb):
+    """A chain is no local path either, and no folder of its name is made."""
+    monkeypatch.chdir(tmp_path)
+    for chain in ("simplecache::memory://x", "zip://a/b::memory://x", Path("filecache::memory://x")):
+        with pytest.raises(ValueError, match=r"is a chain of URLs. Name the store itself, 'memory:/+x'"):
+            verb(chain, **({"state": {"step": 1}} if verb in (save_checkpoint, load_checkpoint) else {}))
+    assert not list(tmp_path.iterdir())
 
 
 # -- requests that fail ------------------------------------------------------------------------------------------------
@@ -302,6 +323,27 @@ def test_progress_is_counted_once(tmp_path, monkeypatch):
     assert [r for r in ObjectStore.requests if r[0] == "discard"]
 
 
+def test_a_stream_that_cannot_be_marked_closed(monkeypatch):
+    """Streams of some stores have a ``closed`` of their own, and what they hold is given up all the same."""
+    from fsspec.implementations.memory import MemoryFile
+
+    attempts: list[int] = []
+
+    def write(self: Any, data: Any, write: Any = MemoryFile.write) -> int:
+        attempts.append(len(data))
+        if len(attempts) == 2:
+            raise LOST
+        return write(self, data)
+
+    monkeypatch.setattr(MemoryFile, "write", write)
+    path = "memory://closed/x"
+    save_checkpoint(path, state_of(1.0))
+    assert attempts.count(attempts[0]) > 1
+    assert saved_value(path) == 1.0
+    (folder,) = (name for name in locate(path, "test").names() if name != METADATA)
+    assert locate(f"{path}/{folder}", "test").names() == ["__0_0.distcp"]
+
+
 # -- memory, and saves in the background -------------------------------------------------------------------------------
 
 
@@ -325,6 +367,29 @@ def test_parts_bound_the_memory(tmp_path, monkeypatch, async_op):
     sizes = [call.args[0] for call in upload.call_args_list]
     assert sum(sizes) >= 2**24
     assert max(sizes) < 2 * 2**18
+
+
+@ranks(2)
+def test_one_copy_of_the_shards(ctx, path: str) -> None:
+    """Saves in the background hold one copy of a rank's shards together: each waits for the one before."""
+    model = fully_shard(nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)]), process_group=ctx.group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 128)).sum().backward()
+    optimizer.step()
+    own = 3 * sum(p.nbytes for p in model.parameters())
+    for scheme in ("file", "objects"):
+        with MemoryWatch() as watch:
+            saves = [
+                save_checkpoint(
+                    f"{scheme}://{path}/{scheme}{i}",
+                    {"model": model, "optimizer": optimizer},
+                    async_op=True,
+                    process_group=ctx.group,
+                )
+                for i in range(3)
+            ]
+            [save.result() for save in saves]
+        assert own <= watch.peak <= own * 1.1
 
 
 def test_a_save_in_the_background(tmp_path):
@@ -427,3 +492,44 @@ def test_slow_parts_are_waited_for(ctx, path: str) -> None:
     state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}
     with patched(ObjectStore, "fault", staticmethod(slow)):
         save_checkpoint(f"objects://{path}/x", state, process_group=ctx.group, timeout=datetime.timedelta(seconds=1))
+
+
+@ranks(2)
+def test_safetensors_in_a_store(ctx, path: str) -> None:
+    """A rank reads the ranges of its shards. A store that is down changes nothing on any rank."""
+    layers = [nn.Linear(64, 64) for _ in range(6)]
+    model = fully_shard(nn.Sequential(*layers), policy={nn.Linear}, process_group=ctx.group)
+    expected = flatshard.checkpoint.full_state_dict(model)
+    export_safetensors(model, path, max_file_bytes=40_000)
+    url = f"objects://{path}"
+
+    def zero() -> None:
+        for p in model.parameters():
+            nn.init.zeros_(p)
+
+    def check(expected: Any) -> None:
+        found = flatshard.checkpoint.full_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    with patched(_store, "_AHEAD", 1024):
+        zero()
+        ObjectStore.requests.clear()
+        load_safetensors(model, url, process_group=ctx.group)
+        check(expected)
+        own = sum(p.nbytes for p in model.parameters())
+        # A header's request asks for more bytes than these files have.
+        read = [nbytes for kind, at, nbytes in ObjectStore.requests if kind == "read" and nbytes < 2**15]
+        assert own <= sum(read) <= 1.5 * own + 20_000, "and headers"
+        for at in range(0, 40, 5):
+            zero()
+            with patched(_store, "_WAITS", (0.0,)), patched(ObjectStore, "fault", staticmethod(Faults(at, "once"))):
+                load_safetensors(model, url, process_group=ctx.group)
+            check(expected)
+        zero()
+        down = staticmethod(Faults(4, "down")) if ctx.rank == 1 else None
+        with patched(_store, "_WAITS", (0.0,)), patched(ObjectStore, "fault", down), expect("rank 1: .*failed 2 times"):
+            load_safetensors(model, url, process_group=ctx.group)
+        check({name: torch.zeros_like(value) for name, value in expected.items()})
+    for wrong in (f"{url}/nothing", f"objects://{path}-nothing"):
+        with pytest.raises(RankError, match="is no folder, or has no files"):
+            load_safetensors(model, wrong, process_group=ctx.group)

@@ -188,7 +188,7 @@ def header(**changes: object) -> Callable[[Path], None]:
     return lambda folder: write_safetensors(folder / "model.safetensors", layers(1).state_dict(), **changes)
 
 
-def entry(dtype: str = "F32", shape: object = (5,), place: object = (0, 20)) -> dict[str, object]:
+def entry(dtype: str = "F32", shape: object = (5,), place: object = (348, 368)) -> dict[str, object]:
     return {"2.bias": {"dtype": dtype, "shape": shape, "data_offsets": place}}
 
 
@@ -223,6 +223,12 @@ def two_files(folder: Path) -> None:
     write_safetensors(folder / "other.safetensors", layers(1).state_dict())
 
 
+def linked(folder: Path) -> None:
+    header()(folder)
+    os.rename(folder / "model.safetensors", folder.parent / "secret")
+    os.symlink(folder.parent / "secret", folder / "model.safetensors")
+
+
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut off": (
         damaged(lambda data: data[:-1]),
@@ -248,7 +254,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         r"'2\.bias' in .* has no dtype, shape and place",
     ),
     "another kind": (header(**entry("I32")), r"'2\.bias' is torch.int32 in the files, torch.float32 here"),
-    "quantised": (header(**entry("F8_E4M3", place=[0, 5])), r"'2\.bias' is torch.float8_e4m3fn in the files"),
+    "quantised": (header(**entry("F8_E4M3", place=[348, 353])), r"'2\.bias' is torch.float8_e4m3fn in the files"),
     "outside": (index(**{"2.bias": "../model.safetensors"}), r"outside of the folder.*'\.\./model.safetensors'"),
     "absolute": (index(**{"2.bias": "/etc/passwd"}), "outside of the folder.*'/etc/passwd'"),
     "no such file": (index(**{"2.bias": "more.safetensors"}), "'more.safetensors' is missing in the folder"),
@@ -257,7 +263,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pickle": (only("pytorch_model.bin"), r"'pytorch_model.bin' are not read: pickles execute code"),
     "GGUF": (only("model.gguf"), "'model.gguf' are not read: .*GGUF is quantised"),
     "two files": (two_files, r"has 'model.safetensors', 'other.safetensors', and no index.*give its name="),
-    "no files": (lambda folder: folder.mkdir(parents=True), "has no safetensors files$"),
+    "common bytes": (
+        header(**entry(place=[4, 24])),
+        r"'(0\.weight|2\.bias)' and '(0\.weight|2\.bias)' have common bytes in 'model.safetensors'",
+    ),
+    "a link": (linked, r"'model.safetensors' is a link to '/.*secret', outside of the folder.*copy that file"),
+    "no files": (lambda folder: folder.mkdir(parents=True), "is no folder, or has no files"),
     "no folder": (lambda folder: None, "is no folder"),
 }
 
@@ -290,16 +301,19 @@ def test_what_one_rank_finds_is_raised_on_all(ctx, path: str) -> None:
         bare = layers()
     with pytest.raises(RankError, match=r"are on the meta device.*to_empty"):
         load_safetensors(fully_shard(bare, process_group=ctx.group), folder, process_group=ctx.group)
-    cache = Path(f"{path}-cache")
+    cache = Path(f"{path}-cache/snapshots/main")
     if ctx.rank == 0:
-        cache.mkdir()
-        for file in folder.iterdir():
+        cache.mkdir(parents=True)
+        folder.rename(cache.parents[1] / "blobs")
+        for file in (cache.parents[1] / "blobs").iterdir():
             os.symlink(file, cache / file.name)
     dist.barrier(ctx.group)
     load_safetensors(model, cache, process_group=ctx.group)
     check_equal(model, layers(1).state_dict())
-    with pytest.raises(ValueError, match="is no local path"):
-        load_safetensors(model, "s3://bucket/model")
+    with pytest.raises(
+        ValueError, match=r"load_safetensors: 'cached::s3://b/m' is a chain.*the store itself, 's3://b/m'"
+    ):
+        load_safetensors(model, "cached::s3://b/m")
 
 
 def test_without_ranks(tmp_path):

@@ -1,6 +1,7 @@
 """Models of transformers are read from their folders into shards, bit for bit as ``from_pretrained`` reads them."""
 
 import importlib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,56 @@ def test_conversions_that_compute_are_refused(ctx, path: str) -> None:
         patch.setattr(pretrained, "get_model_conversion_mapping", lambda model: [turned])
         with pytest.raises(flatshard.RankError, match=r"q_proj\.weight'.* by \[Transpose.*sync_module_states=True"):
             load(ctx, transformers.AutoModelForCausalLM, config, Path(path))
+
+
+def train(model: Any, optimizer: Any, batches: torch.Tensor, rank: int = 0, size: int = 1) -> None:
+    """Train on this rank's rows of each batch."""
+    for batch in batches:
+        rows = batch.chunk(size)[rank]
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(3)
+def test_from_a_folder_to_a_folder(ctx, path: str) -> None:
+    """Two ranks read and train, three continue from a store and export: transformers loads what one process would have."""
+    pytest.importorskip("fsspec")
+    import object_store  # noqa: F401
+    import transformers
+
+    from flatshard.integrations.state import policy_of
+
+    batches = torch.randint(3, 61, (2, 6, 5), generator=torch.Generator().manual_seed(0))
+    for name in ("qwen2", "mixtral"):
+        config = transformers.AutoConfig.for_model(name, **{**SIZES, **MODELS[name][1]})
+        kind, folder = transformers.AutoModelForCausalLM, Path(path) / name
+        if ctx.rank == 0:
+            torch.manual_seed(1)
+            kind.from_config(config).save_pretrained(folder, max_shard_size="20KB")
+        dist.barrier(ctx.group)
+        for steps in (0, 1):
+            ctx.note(f"{name}, {steps}")
+            store, back = f"objects://{path}/{name}-{steps}-store", Path(path) / f"{name}-{steps}"
+            if ctx.rank < 2:
+                pair = types.SimpleNamespace(group=dist.new_group([0, 1], use_local_synchronization=True))
+                model, _ = load(pair, kind, config, folder)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+                train(model, optimizer, batches[:steps], ctx.rank, 2)
+                flatshard.save_checkpoint(store, {"m": model, "o": optimizer}, process_group=pair.group)
+            dist.barrier(ctx.group)
+            model = kind.from_config(config)
+            flatshard.fully_shard(model, policy=policy_of(model), process_group=ctx.group)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            flatshard.load_checkpoint(store, {"m": model, "o": optimizer}, process_group=ctx.group)
+            train(model, optimizer, batches[1 : 1 + steps], ctx.rank, 3)
+            flatshard.checkpoint.export_safetensors(model, back, max_file_bytes=20_000)
+            if ctx.rank == 0:
+                config.save_pretrained(back)
+                expected = kind.from_pretrained(folder)
+                plain = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+                train(expected, plain, batches[: 2 * steps])
+                found = kind.from_pretrained(back)
+                tolerance = {"rtol": 1e-4, "atol": 1e-6} if steps else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(found.state_dict(), expected.state_dict(), **tolerance)
+            dist.barrier(ctx.group)
