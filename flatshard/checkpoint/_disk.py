@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -190,11 +191,28 @@ class OpenFile:
         """
         read(self._file, buffer, at)
 
+    def mapped(self, start: int, nbytes: int) -> memoryview | None:
+        """Return bytes in the system's cache of the file, or None if they cannot be mapped.
+
+        It takes half the time of a copy. If a file were cut off while it is mapped, the system would end the process. That
+        does not happen to a checkpoint: it is never written again, and a removed file stays for those who have it open.
+        """
+        skip = start % mmap.ALLOCATIONGRANULARITY
+        with contextlib.suppress(OSError, ValueError):  # no such advice, no mappings here; the file ends before
+            # Writable, as torch wants it, though not to the file.
+            found = mmap.mmap(self._file, skip + nbytes, access=mmap.ACCESS_COPY, offset=start - skip)
+            found.madvise(_POPULATE_READ)  # raises if the disk fails
+            return memoryview(found)[skip:]
+        return None
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
+
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name
 
 
 class Folder:

@@ -45,6 +45,7 @@ Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and lengths in a tensor."""
 
 _SHARE = 16 * BLOCK  # bytes for one thread at a time, and the most that a span may have
+_GAP = 4096  # bytes between two spans that are mapped together
 
 
 class FileSpan(NamedTuple):
@@ -355,12 +356,35 @@ def read_spans(file: OpenFile, spans: Iterable[FileSpan], count: Callable[[int],
 
 def _read_share(file: OpenFile, share: list[FileSpan]) -> list[FileSpan]:
     wrong: list[FileSpan] = []
-    # A core's cache has room for it, and what is read is summed there.
-    memory = memoryview(bytearray(BLOCK if any(span.place is None for span in share) else 0))
     for span in share:
         if span.place is not None:
             file.read(span.place, span.start)
-            continue
+    for run in _runs([span for span in share if span.place is None]):
+        start = run[0].start
+        if (seen := file.mapped(start, run[-1].start + run[-1].nbytes - start)) is not None:
+            wrong += [s for s in run if checksums(seen[s.start - start :][: s.nbytes]) != s.sums]
+        else:
+            wrong += _read_wrong(file, run)
+    return wrong
+
+
+def _runs(spans: Iterable[FileSpan]) -> Iterator[list[FileSpan]]:
+    """Split sorted spans where more bytes lie between two than there are around a tensor."""
+    run: list[FileSpan] = []
+    for span in spans:
+        if run and span.start > run[-1].start + run[-1].nbytes + _GAP:
+            yield run
+            run = []
+        run.append(span)
+    if run:
+        yield run
+
+
+def _read_wrong(file: OpenFile, spans: Iterable[FileSpan]) -> list[FileSpan]:
+    """Read ``spans``, a block at a time, and return those that do not have their sums."""
+    wrong = []
+    memory = memoryview(bytearray(BLOCK))  # as large as a core's cache: what is read is summed there
+    for span in spans:
         sums = b""
         for at in range(0, span.nbytes, BLOCK):
             block = memory[: span.nbytes - at]

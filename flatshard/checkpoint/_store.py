@@ -74,6 +74,9 @@ class OpenStoreFile:
 
     threads = 8  # which wait, more than they work
 
+    def mapped(self, start: int, nbytes: int) -> None:
+        """Return None: nothing of a store is in the system's cache."""
+
     def __init__(self, files: Any, path: str, url: str) -> None:
         self._files, self._path, self._url = files, path, url
         self.ahead = _AHEAD  # bytes that a request reads at least
