@@ -1,27 +1,29 @@
 """The seams of the core: features plug in here, so that the core need not know them.
 
 [Note: Features]
-An :class:`Extension` takes part in ``fully_shard``. For each unit it may return a :class:`ForwardFeature`, which takes part
-in the unit's forwards from then on. It names the fact of a unit without which it does nothing (``concerns``), and is called
-only for units that have it. A unit's features are fixed when it is created. So a feature that a model does not use costs
-nothing, neither in ``fully_shard`` nor in a step. ``flatshard/_extensions.py`` lists the extensions.
+A feature plugs in by two classes, and takes part
+
+- in ``fully_shard``, by an :class:`Extension`. It names the fact of a unit without which it does nothing (``concerns``),
+  and is called only for units that have it. ``flatshard/_extensions.py`` lists the extensions;
+- in the forwards of one unit, by a :class:`ForwardFeature`, which the extension returns for the unit (``attach``). A unit's
+  features are fixed when it is created.
+
+So a feature that a model does not use costs nothing, neither in ``fully_shard`` nor in a step. Two more seams are for single
+cases. A function in ``Context.checks`` may refuse a pass before it begins. ``UnitHooks.record`` replaces a unit's hooks where
+forwards run on several threads.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
-import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from flatshard._composable.state import Forward, Unit
 from flatshard._handle.unit_gradients import WithGradients
-
-F = TypeVar("F", bound="ForwardFeature")
 
 
 def _always() -> bool:
@@ -70,34 +72,6 @@ class ForwardFeature:
 
     def reduced(self, given: WithGradients) -> None:
         """Called when the unit's reduced gradients have been set in ``.grad``, of the parameters ``given``."""
-
-
-class FeatureLink(Generic[F]):
-    """A reference to a unit's feature, for hooks on modules inside the unit, which are copied with their modules.
-
-    A copy of the link refers to no feature until the unit has been copied, which must begin with the unit's module. If an
-    inner module is copied alone, its link never refers to one.
-    """
-
-    def __init__(self, feature: F | None) -> None:
-        self._ref = None if feature is None else weakref.ref(feature)
-
-    @property
-    def feature(self) -> F | None:
-        """The feature, or None in a copy of a module without its unit."""
-        return None if self._ref is None else self._ref()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FeatureLink[F]:
-        return FeatureLink(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FeatureLink, (self.feature,)  # pickling the feature's unit raises an error that says what to do
-
-    def give_to_copy(self, feature: F, memo: dict[int, Any]) -> FeatureLink[F]:
-        """Make the copy of this link in ``memo`` refer to ``feature``, and return it."""
-        result = copy.deepcopy(self, memo)
-        result._ref = weakref.ref(feature)
-        return result
 
 
 class Extension:

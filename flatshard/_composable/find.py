@@ -1,5 +1,7 @@
 """Finds the units of a module, of its parameters, or of the argument of a public function. Errors name the units nearby.
 
+And, by a ``FeatureLink``, a unit's feature, for hooks inside the unit.
+
 [Note: Which units a module stands for]
 Verbs on parameters and their gradients (``summon_full_params``, ``full_state_dict``, ``unshard``, ``no_sync``, ...) are for
 all parameters registered in the module, so they go to the units that own these: ``units_of``. A unit may be around the
@@ -10,7 +12,10 @@ any, and the error names the unit around it.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -20,6 +25,8 @@ from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import Context, Unit, made_units, owner_of, unit_of
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import show_shards
+
+F = TypeVar("F")  # a `ForwardFeature`
 
 
 def all_units() -> list[Unit]:
@@ -117,3 +124,31 @@ def _check_module(module: object, verb: str) -> None:
 def contexts_of(units: Iterable[Unit]) -> list[Context]:
     """Return the contexts of ``units``, in an order that is the same on all ranks."""
     return list(dict.fromkeys(u.context for u in sorted(units, key=lambda unit: unit.runtime.number)))
+
+
+class FeatureLink(Generic[F]):
+    """A reference to a unit's feature, for hooks on modules inside the unit, which are copied with their modules.
+
+    A copy of the link refers to no feature until the unit has been copied, which must begin with the unit's module. If an
+    inner module is copied alone, its link never refers to one.
+    """
+
+    def __init__(self, feature: F | None) -> None:
+        self._ref = None if feature is None else weakref.ref(feature)
+
+    @property
+    def feature(self) -> F | None:
+        """The feature, or None in a copy of a module without its unit."""
+        return None if self._ref is None else self._ref()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FeatureLink[F]:
+        return FeatureLink(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FeatureLink, (self.feature,)  # pickling the feature's unit raises an error that says what to do
+
+    def give_to_copy(self, feature: F, memo: dict[int, Any]) -> FeatureLink[F]:
+        """Make the copy of this link in ``memo`` refer to ``feature``, and return it."""
+        result = copy.deepcopy(self, memo)
+        result._ref = weakref.ref(feature)
+        return result

@@ -24,7 +24,8 @@ from torch import nn
 
 from flatshard._base.callers import variables_of
 from flatshard._composable.claims import Reason
-from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.find import FeatureLink
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.shard import ShardTensor

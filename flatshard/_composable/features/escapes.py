@@ -18,7 +18,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from flatshard._base.names import DDP_IGNORES
-from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.find import FeatureLink
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit
