@@ -127,8 +127,21 @@ def train(model: Any, optimizer: Any, batches: torch.Tensor, rank: int = 0, size
         optimizer.zero_grad()
 
 
-@ranks(3)
-def test_from_a_folder_to_a_folder(ctx, path: str) -> None:
+LARGE = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8}
+LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "file_bytes"),
+    [
+        (("qwen2", "mixtral"), {}, 20_000),
+        pytest.param(("qwen2",), LARGE, 500_000_000, marks=pytest.mark.slow, id="2 GB"),
+    ],
+)
+@ranks(3, timeout=500)
+def test_from_a_folder_to_a_folder(
+    ctx, path: str, names: tuple[str, ...], sizes: dict[str, Any], file_bytes: int
+) -> None:
     """Two ranks read and train, three continue from a store and export: transformers loads what one process would have."""
     pytest.importorskip("fsspec")
     import object_store  # noqa: F401
@@ -137,14 +150,14 @@ def test_from_a_folder_to_a_folder(ctx, path: str) -> None:
     from flatshard.integrations.state import policy_of
 
     batches = torch.randint(3, 61, (2, 6, 5), generator=torch.Generator().manual_seed(0))
-    for name in ("qwen2", "mixtral"):
-        config = transformers.AutoConfig.for_model(name, **{**SIZES, **MODELS[name][1]})
+    for name in names:
+        config = transformers.AutoConfig.for_model(name, **{**SIZES, **MODELS[name][1], **sizes})
         kind, folder = transformers.AutoModelForCausalLM, Path(path) / name
         if ctx.rank == 0:
             torch.manual_seed(1)
-            kind.from_config(config).save_pretrained(folder, max_shard_size="20KB")
+            kind.from_config(config).save_pretrained(folder, max_shard_size=file_bytes)
         dist.barrier(ctx.group)
-        for steps in (0, 1):
+        for steps in (0,) if sizes else (0, 1):
             ctx.note(f"{name}, {steps}")
             store, back = f"objects://{path}/{name}-{steps}-store", Path(path) / f"{name}-{steps}"
             if ctx.rank < 2:
@@ -153,13 +166,14 @@ def test_from_a_folder_to_a_folder(ctx, path: str) -> None:
                 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
                 train(model, optimizer, batches[:steps], ctx.rank, 2)
                 flatshard.save_checkpoint(store, {"m": model, "o": optimizer}, process_group=pair.group)
+                del model, optimizer
             dist.barrier(ctx.group)
             model = kind.from_config(config)
             flatshard.fully_shard(model, policy=policy_of(model), process_group=ctx.group)
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             flatshard.load_checkpoint(store, {"m": model, "o": optimizer}, process_group=ctx.group)
             train(model, optimizer, batches[1 : 1 + steps], ctx.rank, 3)
-            flatshard.checkpoint.export_safetensors(model, back, max_file_bytes=20_000)
+            flatshard.checkpoint.export_safetensors(model, back, max_file_bytes=file_bytes)
             if ctx.rank == 0:
                 config.save_pretrained(back)
                 expected = kind.from_pretrained(folder)
