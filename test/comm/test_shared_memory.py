@@ -30,13 +30,13 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.collectives import gathers_late
-from flatshard._comm.progress import Label
+from flatshard._comm.collectives import Done, gathers_late
+from flatshard._comm.progress import Label, Works
 from flatshard._comm.shared_memory import mailboxes
 from flatshard._comm.shared_memory import segment as segments
-from flatshard._comm.shared_memory.mailboxes import CHUNK_BYTES
+from flatshard._comm.shared_memory.mailboxes import CHUNK_BYTES, Inbox, Outbox
 from flatshard._comm.shared_memory.payloads import SharedMemory
-from flatshard._comm.shared_memory.segment import FIRST_BYTES, PeerSegment, Segment
+from flatshard._comm.shared_memory.segment import FIRST_BYTES, Mapping, PeerSegment, Segment
 from flatshard._composable.find import units_below
 from flatshard._handle.unsharded import FlatBuffer, UnshardedBuffer
 
@@ -233,6 +233,49 @@ def test_headers_find_their_collectives(ctx) -> None:
         assert not any(inbox.headers for inbox in in_memory(collectives.group)[1].handshake.inboxes.values())
 
 
+def make_mailbox() -> tuple[Outbox, Inbox]:
+    """Return the mailbox of rank 0 of two, as its ranks see it."""
+    segment = Segment(2)
+    return Outbox(segment, [1]), Inbox(PeerSegment(segment.address), 0, 1, 2)
+
+
+@pytest.mark.parametrize("when", ["asks", "sleeps"])
+def test_a_header_outlives_its_sender(when: str) -> None:
+    """A rank sends its last header and ends before it can wake its reader, which would wait for its connection."""
+    outbox, inbox = make_mailbox()
+
+    def end(number: int) -> None:
+        outbox.put(4, number, 64, 128, 0, 8, lambda *_: Done())
+        raise RuntimeError("connection closed")
+
+    def send(number: int) -> Any:
+        return Works([], functools.partial(end, number)) if when == "sleeps" else end(number)
+
+    assert inbox.wait((4, 1), lambda *_: send(1)) == (64, 128, 8)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        inbox.wait((4, 3), lambda *_: send(2))
+
+
+def test_a_chunk_that_is_marked_is_not_read_again(monkeypatch) -> None:
+    """An interrupt hits a reader when it has marked a chunk of headers as read."""
+    outbox, inbox = make_mailbox()
+    for number in range(1, 100):
+        outbox.put(4, number, 64, 128, 0, 8, lambda *_: Done())
+    real = Mapping.mark
+
+    def mark(self: Any, place: int) -> None:
+        real(self, place)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "mark", mark)
+        with pytest.raises(KeyboardInterrupt):
+            inbox.find((4, 99))
+    for number in range(100, 300):  # the chunk is used again
+        outbox.put(4, number, 64, 128, 0, 8, lambda *_: Done())
+    assert all(inbox.find((4, number)) == (64, 128, 8) for number in range(1, 300))
+
+
 @ranks(2)
 def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
     """Each rank waits for a different group first."""
@@ -252,7 +295,10 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
         token, pid, fd, inode = segment.address
         assert PeerSegment(segment.address).mapping.token == segment.token
         reader, writer = os.pipe()
+        text = os.memfd_create("text")
+        os.write(text, b"no segment")
         for wrong in (
+            [token, pid, text, os.fstat(text).st_ino],  # its size is none of a segment
             [token + 1, pid, fd, inode],  # another segment
             [token, pid, fd, inode + 1],  # another file
             [token, pid, reader, os.fstat(reader).st_ino],  # reading it would block
@@ -261,8 +307,8 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
         ):
             with pytest.raises(OSError):
                 PeerSegment(wrong)
-        os.close(reader)
-        os.close(writer)
+        for each in (reader, writer, text):
+            os.close(each)
 
 
 # -- Memory that stays -------------------------------------------------------------------------------------------------
@@ -300,6 +346,16 @@ def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
         del group, collectives, memory, segment, each
         gc.collect()
         assert mapped_segments() == before
+
+
+def test_a_segment_that_could_not_be_mapped_grows_later(monkeypatch) -> None:
+    """A mapping takes a file descriptor, of which a process may have too few."""
+    segment = Segment(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "Mapping", lambda fd: os.open("/nowhere", os.O_RDONLY))
+        with pytest.raises(OSError):
+            segment.lend(FIRST_BYTES, torch.float32)
+    assert segment.lend(FIRST_BYTES, torch.float32).fill_(1).sum() == FIRST_BYTES
 
 
 @ranks(2)

@@ -167,8 +167,8 @@ class Inbox:
         _, tag, count, block, start, step, nbytes = words[at : at + 7].tolist()
         if tag == _LINK:
             self._peer.map_until(block + align(self._size) + CHUNK_BYTES)
+            self._place = block, number + 1  # before the mark: after it, the chunk may hold something else
             self._peer.mapping.mark(chunk + self._own_rank)
-            self._place = block, number + 1
         else:
             self.headers[tag, count] = Header(block, start + self._own_rank * step, nbytes)
             self._place = chunk, number + 1
@@ -197,6 +197,15 @@ class Inbox:
             os.sched_yield()
             if (found := self.find(key)) is not None:
                 return found
+        try:
+            return self._sleep_until(key, send)
+        except RuntimeError:
+            if (found := self.find(key)) is not None:  # its sender has ended after it, and took its bell along
+                return found
+            raise
+
+    def _sleep_until(self, key: tuple[int, int], send: SendMessages) -> Header:
+        """Wait in gloo for the header with a tag and a count. Raises as ``wait``."""
         while True:
             asked, bell = self._bell
             if bell is None:

@@ -123,9 +123,9 @@ class Segment:
         first, last, size = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE), len(self._pages)
         if last > size or 0 in self._pages[first:last]:  # fails now, not when the memory is used
             os.posix_fallocate(self._fd, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
-            self._pages[first:last] = bytes([1]) * (last - first)
             if last > size:
                 self.mapping = Mapping(self._fd)
+            self._pages[first:last] = bytes([1]) * (last - first)  # when they are mapped: a mapping may fail, too
             self.mapping.map_pages(first, last)
 
     def _return_pages(self, start: int, stop: int) -> None:
@@ -226,7 +226,8 @@ class PeerSegment:
         token, pid, fd, inode = address
         path = f"/proc/{pid}/fd/{fd}"
         found = os.stat(path)  # first, as it is safe for any file of this path on another host
-        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or not found.st_size:
+        is_segment = stat.S_ISREG(found.st_mode) and found.st_size > 0 and found.st_size % mmap.PAGESIZE == 0
+        if not is_segment or found.st_ino != inode:
             raise OSError("it is not there")
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # kept: that rank may end before all is read
         self.mapping = Mapping(self._fd)
