@@ -37,6 +37,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -55,13 +56,15 @@ from flatshard._comm.collectives import (
     as_real,
     gathers_late,
 )
-from flatshard._comm.process_groups import alive, has_gloo, may_change
+from flatshard._comm.process_groups import alive, has_gloo, interrupt, may_change, timeout_of
 from flatshard._comm.progress import RESERVED, Label, Works, here, mixed_all_reduce
+from flatshard._comm.shared_memory.handshake import Meeting
 from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time
 _LARGE = 2**16  # bytes of a message that is sent in two
 _LAST = 64  # elements of the second of them
+_FOREVER = timedelta(days=365)  # to the thread of a handshake: shared_memory, [Note: The handshake]
 
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
 """The shared memory of gloo groups. It lives as long as the group."""
@@ -304,9 +307,14 @@ class GlooCollectives(BuiltinCollectives):
         return Works([receiving, last, asked, sending])
 
     def messages(
-        self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
+        self,
+        sent: Addressed,
+        received: Addressed,
+        tag: int,
+        then: Callable[[], object] | None = None,
+        timeout: timedelta | None = None,
     ) -> Pending:
-        """Exchange tensors with any ``tag``, and run ``then``.
+        """Exchange tensors with any ``tag``, and run ``then``. ``timeout`` replaces the group's.
 
         It ends when this rank has received all of its messages, and the system has taken those that it sends.
         """
@@ -319,7 +327,7 @@ class GlooCollectives(BuiltinCollectives):
                 return f"while receiving from rank {received[-1 - index][1]} of the group"
             return f"while sending to rank {sent[index - len(received)][1]} of the group"
 
-        return Works(works, then, describe)
+        return Works(works, then, describe, timeout)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
@@ -357,7 +365,12 @@ class GlooCollectives(BuiltinCollectives):
         found = self._find_memory()
         if found is None:
             _let_go_in_forks()
-            found = _memories[self.group] = SharedMemory(self.rank, self.size, self.messages)
+            send, timeout = (
+                functools.partial(self.messages, timeout=_FOREVER),
+                timeout_of(self.group, torch.device("cpu")),
+            )
+            meeting = Meeting(send, lambda: interrupt(self.group), timeout)
+            found = _memories[self.group] = SharedMemory(self.rank, self.size, meeting)
         return found
 
     def _lend_memory(self, numel: int, dtype: torch.dtype, to_all: bool) -> torch.Tensor | None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from flatshard._base import trace
@@ -237,18 +238,20 @@ class Works:
     """Async works of a CPU backend (or other pending collectives), and a computation on their results.
 
     ``then`` runs after the last work. ``describe(index)`` returns the note to add to the error if a work fails. A ``wait``
-    after an interrupt continues with the work that was interrupted.
+    after an interrupt continues with the work that was interrupted. ``timeout`` replaces the group's, for each work.
     """
 
-    __slots__ = ("_describe", "_done", "_then", "_works")
+    __slots__ = ("_describe", "_done", "_then", "_timeout", "_works")
 
     def __init__(
         self,
         works: Sequence[Any],
         then: Callable[[], object] | None = None,
         describe: Callable[[int], str] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self._works = list(works)
+        self._timeout = () if timeout is None else (timeout,)
         self._done = 0  # works waited for: waiting for one again would make gloo wait for another message
         self._then = then
         self._describe = describe
@@ -261,7 +264,7 @@ class Works:
         while self._done < len(self._works):
             work = self._works[self._done]
             try:
-                work.wait()
+                work.wait(*self._timeout)
             except Exception as e:
                 if self._describe is not None:
                     e.add_note(self._describe(self._done))

@@ -13,6 +13,7 @@ import mmap
 import os
 import random
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,29 @@ def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
         pending[ctx.rank].wait()
         dist.barrier(ctx.group)
         pending[1 - ctx.rank].wait()
+
+
+@ranks(2)
+def test_a_rank_issues_its_first_collective_long_before_it_waits(ctx) -> None:
+    """The timeout is that of a wait: nobody waits while rank 1 is late."""
+    with sharing():
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        output = torch.empty(2 * NUMEL)
+        if ctx.rank == 1:
+            time.sleep(3)
+        pending = GlooCollectives(group).all_gather(output, torch.full((NUMEL,), float(ctx.rank)))
+        dist.barrier(ctx.group)
+        pending.wait()
+        assert output.view(2, -1)[:, 0].tolist() == [0, 1]
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        began = time.monotonic()
+        if ctx.rank == 0:
+            pending = GlooCollectives(group).all_gather(output, torch.ones(NUMEL))
+            with pytest.raises(RuntimeError, match="timeout") as e:
+                pending.wait()
+            assert e.value.__notes__ == ["while receiving from rank 1 of the group"]
+            assert time.monotonic() - began < 20
+        dist.barrier(ctx.group)
 
 
 @ranks(2)

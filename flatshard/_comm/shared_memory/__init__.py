@@ -24,7 +24,8 @@ At the first collective of a group, ranks tell each other where their segments a
 which they could map. If one rank cannot map another's segment (on another host, in another container, or forbidden by the
 system), payloads go by gloo in that direction. A thread does that, once for each group, and begins the collectives that have
 been issued meanwhile. Those below ``FLATSHARD_SHARED_MEMORY`` bytes are among them: messages of one tag must not overtake
-each other. So they begin when all ranks have issued the first one, whatever each of them waits for.
+each other. So they begin when all ranks have issued the first one, whatever each of them waits for. A rank may issue it long
+before others do. So the thread waits without the group's timeout, and a rank that waits for the thread has it.
 
 [Note: No room]
 A payload goes by gloo if the system has no memory for it. Its header says with which tag. Its receiver asks for it in the

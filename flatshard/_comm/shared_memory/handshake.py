@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -35,12 +37,24 @@ class Deferred:
         self._pending.wait()
 
 
+class Meeting(NamedTuple):
+    """The messages of a handshake, and their end. [Note: The handshake]"""
+
+    send: SendMessages
+    """Sends messages whose waits have no timeout."""
+    end_waits: Callable[[], object]
+    """Has every wait in gloo fail."""
+    timeout: timedelta | None
+    """The group's, for a rank that waits until the handshake is over."""
+
+
 class Handshake:
     """The segments of the ranks of a group that this rank can read, and the ranks that can read its own."""
 
-    def __init__(self, rank: int, size: int, send: SendMessages) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         """Begin the handshake of ``size`` ranks. A thread continues it."""
         self.rank, self.size = rank, size
+        send, self._end_waits, self._timeout = meeting
         self.others = [(rank - step) % size for step in range(1, size)]
         self.own: Segment | None = None
         self.peers: dict[int, PeerSegment] = {}  # the segments that this rank has mapped, by rank
@@ -80,8 +94,10 @@ class Handshake:
         return begin()
 
     def wait(self) -> None:
-        """Wait until the handshake is over. Raises if it has failed."""
-        self._is_over.wait()
+        """Wait until the handshake is over. Raises if it has failed, or is not over within the group's timeout."""
+        if not self._is_over.wait(None if self._timeout is None else self._timeout.total_seconds()):
+            self._end_waits()
+            self._is_over.wait()
         if self._failure is not None:
             raise copy.copy(self._failure)  # a raised error refers to frames that refer to this object
 

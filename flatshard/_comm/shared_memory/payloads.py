@@ -12,7 +12,7 @@ import torch
 from flatshard._base import trace
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import RESERVED
-from flatshard._comm.shared_memory.handshake import Handshake
+from flatshard._comm.shared_memory.handshake import Handshake, Meeting
 from flatshard._comm.shared_memory.mailboxes import SendMessages
 from flatshard._comm.shared_memory.segment import Block, Mapping, align
 
@@ -34,10 +34,10 @@ def _no_room_for_headers(error: OSError) -> RuntimeError:
 class SharedMemory:
     """The shared memory of the ranks of one process group, for one of them."""
 
-    def __init__(self, rank: int, size: int, send: SendMessages) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         """Begin to share memory among ``size`` ranks. shared_memory, [Note: The handshake]"""
         self.rank, self.size = rank, size
-        self.handshake = Handshake(rank, size, send)
+        self.handshake = Handshake(rank, size, meeting)
         # Payloads that there was no memory for: shared_memory, [Note: No room]
         self._tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _TAGS))
         self._messages: list[tuple[Block, Pending]] = []
