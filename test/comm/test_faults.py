@@ -33,6 +33,7 @@ from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done
 from flatshard._comm.progress import NOBODY, Works, drain
 from flatshard._comm.shared_memory.mailboxes import Outbox
+from flatshard._comm.shared_memory.segment import place_of_asks
 from flatshard.comm import QuantizedCollectives
 
 
@@ -142,7 +143,8 @@ def test_a_rank_dies_in_the_middle_of_a_message(pool, verb: str):
 
 
 def lose_a_rank_at_a_header(ctx, how: str) -> None:
-    """Rank 1 ends, or stops, between its payload and its header, or after its header."""
+    """Rank 1 ends, or stops, between its payload and its header, after its header, or before it wakes its reader."""
+    has_header = how in ("after", "rings")
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
     collectives, shard, output = GlooCollectives(group), torch.full((7,), float(ctx.rank)), torch.empty(14)
     collectives.all_gather(output, shard, NOBODY).wait()  # runs the handshake
@@ -155,18 +157,24 @@ def lose_a_rank_at_a_header(ctx, how: str) -> None:
     put = Outbox.put
 
     def end(*args: Any) -> None:
-        if how == "after":
-            put(*args)
         os.kill(os.getpid(), signal.SIGSTOP if how == "stops" else signal.SIGKILL)
         put(*args)
 
+    def put_and_end(outbox: Outbox, *args: Any) -> None:
+        if how == "rings":
+            while not outbox._segment.mapping.words[place_of_asks(0)]:
+                time.sleep(0.01)
+            patch.setattr(Outbox, "_ring", end)  # rank 0 sleeps
+        put(outbox, *args)
+        end()
+
     if ctx.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Outbox, "put", end)
+            patch.setattr(Outbox, "put", put_and_end if has_header else end)
             collectives.all_gather(output, shard, NOBODY).wait()
         return  # it stopped, and the other's header had come
     pending = collectives.all_gather(output.zero_(), shard, NOBODY)
-    if how == "after":
+    if has_header:
         pending.wait()
         assert output.view(2, -1)[:, 0].tolist() == [0, 1]
         pending = collectives.all_gather(output, shard, NOBODY)
@@ -179,7 +187,7 @@ def lose_a_rank_at_a_header(ctx, how: str) -> None:
     raise Leaves(f"{e.value}, {e.value.__notes__}")
 
 
-@pytest.mark.parametrize("how", ["dies", "after", "stops"])
+@pytest.mark.parametrize("how", ["dies", "after", "rings", "stops"])
 def test_a_rank_that_shares_memory_dies_or_stops(pool, monkeypatch, how: str):
     """Its header, if it has one, is complete; else waits end as those for gloo's messages, and name it."""
     monkeypatch.setattr(pool_module, "GRACE", 30.0)

@@ -383,6 +383,36 @@ def test_a_segment_that_could_not_be_mapped_grows_later(monkeypatch) -> None:
 
 
 @ranks(2)
+def test_memory_that_has_grown_and_cannot_be_mapped_raises(ctx) -> None:
+    """A file descriptor may be missing for payloads, or for the headers that say where they are."""
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        for numel, count in ((1, 100), (FIRST_BYTES, 1)):
+            collectives, shard = GlooCollectives(new_group(2)), torch.ones(numel)
+            collectives.all_gather(torch.empty(2), torch.ones(1)).wait()  # runs the handshake
+            pending = [collectives.all_gather(torch.empty(2 * numel), shard) for _ in range(count)]
+            dist.barrier(ctx.group)
+            with patch.context() as refused:
+                refused.setattr(PeerSegment, "map_until", lambda self, stop: os.open("/nowhere", os.O_RDONLY))
+                with pytest.raises(RuntimeError, match=f"memory of rank {1 - ctx.rank} .*FLATSHARD_SHARED_MEMORY=0"):
+                    pending[-1].wait()
+            for each in pending:
+                each.wait()
+
+
+@ranks(2)
+def test_a_rank_that_waits_long_takes_no_processor_time(ctx) -> None:
+    with sharing():
+        collectives, output, shard = GlooCollectives(new_group(2)), torch.empty(2 * NUMEL), torch.ones(NUMEL)
+        collectives.all_gather(output, shard).wait()  # runs the handshake
+        dist.barrier(ctx.group)
+        began = time.thread_time()
+        if ctx.rank == 1:
+            time.sleep(1)
+        collectives.all_gather(output, shard).wait()
+        assert time.thread_time() - began < 0.1
+
+
+@ranks(2)
 def test_a_forked_process_lets_go(ctx) -> None:
     with sharing():
         collectives, memory = in_memory(new_group(2))

@@ -200,6 +200,7 @@ class Inbox:
         try:
             return self._sleep_until(key, send)
         except RuntimeError:
+            self._bell = self._bell[0], None  # the next wait says whom it waited for, too
             if (found := self.find(key)) is not None:  # its sender has ended after it, and took its bell along
                 return found
             raise

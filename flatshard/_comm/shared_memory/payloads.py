@@ -31,6 +31,10 @@ def _no_room_for_headers(error: OSError) -> RuntimeError:
     return RuntimeError(f"no shared memory to say where payloads are ({error}): {_CURE}")
 
 
+def _cannot_map(rank: int) -> RuntimeError:
+    return RuntimeError(f"the memory of rank {rank} of the group has grown, and cannot be mapped: {_CURE}")
+
+
 class SharedMemory:
     """The shared memory of the ranks of one process group, for one of them."""
 
@@ -179,8 +183,11 @@ class Reading:
             return
         self._works.wait()
         inboxes = self._handshake.inboxes
-        for inbox in inboxes.values():
-            inbox.wait(self._key, self._send)
+        for rank, inbox in inboxes.items():
+            try:
+                inbox.wait(self._key, self._send)
+            except OSError as e:
+                raise _cannot_map(rank) from e
         self._read.clear()
         try:
             self._combine([self._payload(rank) for rank in range(self._handshake.size)])
@@ -207,9 +214,7 @@ class Reading:
         try:  # a payload that comes by gloo has a mark, too
             payload = peer.view(*((start, nbytes, own.dtype) if start > 0 else (block, this_rank + 1, torch.uint8)))
         except OSError as e:
-            raise RuntimeError(
-                f"the memory of rank {rank} of the group has grown, and cannot be mapped: {_CURE}"
-            ) from e
+            raise _cannot_map(rank) from e
         if start < 0:
             payload = self._receive_by_gloo(rank, -start)
         self._read.append((peer.mapping, block + this_rank))
