@@ -72,6 +72,7 @@ def change(model: nn.Module, share: float, seed: int) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
+    """Return the bytes and seconds of an update, for each way to send it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(args.width, args.width, bias=False) for _ in range(args.layers)))
     flatshard.fully_shard(model, policy={nn.Linear})
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
             progress(f"{title} changed, round {number} of {args.rounds}")
             before = {name: tensor.clone() for name, tensor in engines[0].items()}
             change(model, share, number * 100 + dist.get_rank())
-            for name in list(ways)[:: 1 - number % 2 * 2]:
+            for name in list(ways)[:: 1 - number % 2 * 2]:  # the order alternates, as the first finds cold caches
                 walls[name].append(seconds_of_all(ways[name]))
             changed = sum(int((t != before[n]).sum()) * t.itemsize for n, t in engines[0].items())
             if dist.get_rank() == 0:

@@ -105,7 +105,7 @@ def plan_step(
         ranks_per_node: for hybrid strategies whose shape is not given, and for comparing with them.
         device: the type of device to train on. On ``"cpu"`` nothing is offloaded; memory is that of ranks on several hosts.
             Ranks of one host take the memory of what is gathered ahead later, and have shared memory beside it
-            (``FLATSHARD_SHARED_MEMORY``). In all they hold at most about two shards of the largest unit more.
+            (``FLATSHARD_SHARED_MEMORY``). In all they hold at most about two shards of the largest unit, or 1 MiB, more.
         compare: also plan the other strategies over as many ranks, for ``StepPlan.strategies``.
 
     Raises:

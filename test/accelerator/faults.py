@@ -1,10 +1,11 @@
-"""Run each part of ``benchmarks/gpu.py`` on the simulated device with a planted fault, and print its problems as JSON.
+"""Run parts of ``benchmarks/gpu.py`` on the simulated device with a planted fault each, and print their problems as JSON.
 
 The report's processes are forks of this one, so they have its patches.
 """
 
 import contextlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -111,15 +112,15 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def main() -> None:
+def main(parts: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for part, fault in FAULTS.items():
+        for part in parts:
             report = Path(folder) / part
-            with fault(), contextlib.suppress(SystemExit):
+            with FAULTS[part](), contextlib.suppress(SystemExit):
                 gpu.main(["--simulated", "--only", part, "--out", str(report)])
             problems = [line for line in report.read_text().splitlines() if line.startswith(f"- {part}")]
             print(json.dumps({part: problems}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

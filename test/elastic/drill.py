@@ -115,7 +115,7 @@ class Death:
         """Die within the largest message of copies number ``number``: memory for its second half is missing."""
         left, messages = [self.number], GlooCollectives.messages
 
-        def torn(collectives: GlooCollectives, sent: Any, received: Any, tag: int, *then: Any) -> Any:
+        def torn(collectives: GlooCollectives, sent: Any, received: Any, tag: int, *then: Any, **options: Any) -> Any:
             left[0] -= bool(received) and tag == _copies._TAG
             if received and left[0] == 0:
                 left[0], large = -1, max((tensor for tensor, _ in received), key=lambda tensor: tensor.nbytes)
@@ -125,7 +125,7 @@ class Death:
                 assert ctypes.CDLL(None).mprotect(*missing) == 0
                 threading.Thread(target=self._end_when_begun, args=(into[:64],), daemon=True).start()
                 received = [(into if tensor is large else tensor, rank) for tensor, rank in received]
-            return messages(collectives, sent, received, tag, *then)
+            return messages(collectives, sent, received, tag, *then, **options)
 
         GlooCollectives.messages = torn
 

@@ -221,6 +221,7 @@ OTHERS = {
         "FileSystemReader",
         "FileSystemWriter",
         "load_safetensors",
+        "copy_checkpoint",
         "rekey_optim_state_dict",
         "optim_state_dict_to_load",
     ),  # for torch, plain models and folders of others: checkpoint/

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import ShardingStrategy, describe, fit_to_memory, fully_shard, plan_step
+from flatshard._base import environment
 from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _fit
 from flatshard.planning._search import copied_nbytes
@@ -140,7 +141,7 @@ def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: flo
     world(4)
     model = fitted.apply(make())
     peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
-    assert max(peaks.values()) <= budget
+    assert max(peaks.values()) <= budget, (peaks, budget, fitted.peak.nbytes)
     assert abs(max(peaks.values()) - fitted.peak.nbytes) <= 0.01 * fitted.peak.nbytes
     for phase, most in peaks.items():
         predicted = max(sample.device.total for sample in fitted.plan.samples if sample.phase == phase)
@@ -168,9 +169,11 @@ def test_training_is_that_of_one_process(ctx, name: str):
         loss_fn=lambda output, _: loss_of(output),
         oracle="slices",  # batch norm's statistics are per rank
     )
-    model = fitted.apply(make(), process_group=ctx.group)
-    peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
-    assert max(peaks.values()) <= budget
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "SHARED_MEMORY", 0)  # as on several hosts
+        model = fitted.apply(make(), process_group=ctx.group)
+        peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
+    assert max(peaks.values()) <= budget, (peaks, budget, fitted.peak.nbytes)
     assert abs(max(peaks.values()) - fitted.peak.nbytes) <= max(0.01 * fitted.peak.nbytes, 2**16)
 
 

@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan_step
 from flatshard._base.torch_versions import VERSION
+from flatshard._composable import autograd_hooks
 from flatshard._composable.find import units_below
-from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Layout, Rows, Whole
@@ -160,17 +160,21 @@ def check(
     counted = Counted(model, optimizer)
     between = counted.held()
 
-    def look_first(owner: type, name: str) -> None:
+    def look_first(owner: Any, name: str) -> None:
         method = getattr(owner, name)
 
-        def look_and_go_on(self: Any, *args: Any) -> None:
+        def look_and_go_on(self: Any, *args: Any) -> Any:
             counted.look()  # autograd has made a gradient without an operation
-            method(self, *args)
+            return method(self, *args)
 
         patch.setattr(owner, name, look_and_go_on)
 
     with pytest.MonkeyPatch.context() as patch, counted:
-        for owner, name in ((UnitGradients, "receive"), (ReductionQueue, "finish_previous"), (UnitHooks, "complete")):
+        for owner, name in (
+            (UnitGradients, "receive"),
+            (ReductionQueue, "finish_previous"),
+            (autograd_hooks, "may_get_more"),  # asked when all gradients of a unit have come
+        ):
             look_first(owner, name)
         step()
         counted.look()
