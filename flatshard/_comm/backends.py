@@ -319,13 +319,23 @@ class GlooCollectives(BuiltinCollectives):
         It ends when this rank has received all of its messages, and the system has taken those that it sends.
         """
         group, sent, received = self.group, _in_two(sent), _in_two(received)
-        works = [group.recv([tensor], rank, tag) for tensor, rank in received][::-1]  # [Note: What ends a wait]
-        works += [group.send([tensor], rank, tag) for tensor, rank in sent]
+        messages = [*received[::-1], *sent]  # in the order of waits: [Note: What ends a wait]
 
         def describe(index: int) -> str:
-            if index < len(received):
-                return f"while receiving from rank {received[-1 - index][1]} of the group"
-            return f"while sending to rank {sent[index - len(received)][1]} of the group"
+            verb = "receiving from" if index < len(received) else "sending to"
+            return f"while {verb} rank {messages[index][1]} of the group"
+
+        works: list[dist.Work] = []
+        try:
+            for tensor, rank in received:
+                works.append(group.recv([tensor], rank, tag))
+            works.reverse()
+            for tensor, rank in sent:
+                works.append(group.send([tensor], rank, tag))
+        except RuntimeError as e:  # the connection is closed
+            issued = len(works)
+            e.add_note(describe(issued if issued >= len(received) else len(received) - 1 - issued))
+            raise
 
         return Works(works, then, describe, timeout)
 

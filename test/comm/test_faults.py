@@ -131,6 +131,10 @@ def lose_a_rank_in_a_message(ctx, verb: str) -> None:
     with pytest.raises(RuntimeError, match=r"while (sending to|receiving from) rank 1 of the group|onnection"):
         pending.wait()
     assert time.monotonic() - began < 15
+    for there, here, verb in (([], [(large, 1)], "receiving from"), ([(large, 1)], [], "sending to")):
+        with pytest.raises(RuntimeError) as e:
+            collectives.messages(there, here, 4)
+        assert e.value.__notes__ == [f"while {verb} rank 1 of the group"]
     raise Leaves("in time")
 
 

@@ -210,7 +210,7 @@ class Inbox:
         while True:
             asked, bell = self._bell
             if bell is None:
-                bell = self._await_bell(send)
+                bell = send([], [(torch.empty(0, dtype=torch.uint8, device="cpu"), self.rank)], BELL)
                 self._bell = asked, bell
             self._peer.mapping.words[place_of_asks(self._own_rank)] = asked
             _order_memory()
@@ -218,10 +218,3 @@ class Inbox:
                 return found
             bell.wait()
             self._bell = asked + 1, None
-
-    def _await_bell(self, send: SendMessages) -> Pending:
-        try:
-            return send([], [(torch.empty(0, dtype=torch.uint8, device="cpu"), self.rank)], BELL)
-        except RuntimeError as e:
-            e.add_note(f"while receiving from rank {self.rank} of the group")
-            raise
