@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._container import ALIGNMENT, around, checksums, memory_of
 from flatshard.checkpoint._location import Folder, NewFile
 from flatshard.checkpoint._metadata import Body, pickled_metadata, place_of, seal
+from flatshard.checkpoint._sharded_value import ShardedValue
 
 
 class FileSystemWriter(TorchWriter):
@@ -158,6 +159,7 @@ class SavePlanner(DefaultSavePlanner):
             super().set_up_planner(state_dict, *args, **kwargs)
         if lacking := [n for n, v in self.state_dict.items() if isinstance(v, torch.Tensor) and v.is_meta]:
             raise ValueError(f"{name_list(lacking)} are on the meta device, and have no values to save")
+        _check_no_copies_of_shards(self.state_dict)
         wrong = []
         for name, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
@@ -176,7 +178,12 @@ class SavePlanner(DefaultSavePlanner):
             )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See torch, which spreads unsharded values over ranks: here rank 0 writes them, so they are of one state."""
+        """See torch, which spreads unsharded values over ranks: here rank 0 writes them, so they are of one state.
+
+        Raises:
+            ValueError: an unsharded tensor has another shape on another rank. The message names all of them.
+        """
+        _check_same_shapes(all_plans)
         seen: set[Any] = set()
         first = []
         for plan in all_plans:
@@ -196,6 +203,45 @@ class SavePlanner(DefaultSavePlanner):
             self._counted.add(write_item.index)
             self._progress.add(_write_nbytes(write_item))
         return self._streams.get(write_item.index.fqn) or super().resolve_data(write_item)
+
+
+def _check_no_copies_of_shards(values: Mapping[str, Any]) -> None:
+    """Raise if a plain tensor is a copy of this rank's shard: it has the name and the elements of one, and no other shape.
+
+    Raises:
+        ValueError: the message names all of them.
+    """
+    shards = {name.partition(".")[2]: (name, v) for name, v in values.items() if isinstance(v, ShardedValue)}
+    found = []
+    for name, value in values.items() if shards else ():
+        if type(value) is torch.Tensor and value.dim() == 1:
+            parts = name.split(".")
+            for of, shard in (shards[tail] for i in range(1, len(parts)) if (tail := ".".join(parts[i:])) in shards):
+                if shard.shape != value.shape and len(shard.to_local()) == len(value):
+                    found.append(f"{name} (of {of})")
+                    break
+    if found:
+        raise ValueError(
+            f"plain copies of this rank's shards, which only rank 0 would save: {name_list(found)}. Copy the values of "
+            "model.state_dict() in place of parameters, or copy the model: copy.deepcopy(model)"
+        )
+
+
+def _check_same_shapes(plans: Iterable[SavePlan]) -> None:
+    """Raise if ranks have different shapes of a tensor that is not sharded.
+
+    Raises:
+        ValueError: the message names all of them.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for item in (item for plan in plans for item in plan.items):
+        if item.type is WriteItemType.TENSOR and item.tensor_data is not None:
+            shapes.setdefault(item.index.fqn, set()).add(tuple(item.tensor_data.size))
+    if wrong := [f"{name} ({', '.join(map(str, sorted(each)))})" for name, each in shapes.items() if len(each) > 1]:
+        raise ValueError(
+            f"ranks have tensors of different shapes, and only rank 0's would be saved: {name_list(wrong)}. Gather them, "
+            "or give each rank's a name of its own"
+        )
 
 
 def _write_nbytes(item: WriteItem) -> int:

@@ -217,6 +217,25 @@ def test_of_what_is_not_sharded_rank_0s_is_saved(ctx, path: str) -> None:
 
 
 @ranks(2)
+def test_tensors_that_differ_between_ranks_are_not_saved(ctx, path: str) -> None:
+    """Copies of shards, as of a moving average written by hand, are refused on all ranks. The error's cure works."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3)), process_group=ctx.group)
+    save = functools.partial(save_checkpoint, process_group=ctx.group)
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for average in (copies, {"decay": 0.9, "of": {"shadow": copies}}):
+        with expect(r"copies of this rank's shards.*'average.*0.weight \(of model.0.weight\)'.*model.state_dict\(\)"):
+            save(path, {"model": model, "average": average})
+    with expect(r"different shapes, and only rank 0's would be saved: 'queue \(\(1,\), \(2,\)\)'"):
+        save(path, {"model": model, "queue": torch.ones(1 + ctx.rank)})
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    save(path, {"model": model, "average": average})
+    found = {name: value.clone() * 0 for name, value in average.items()}
+    found = load_checkpoint(path, {"model": model, "average": found}, process_group=ctx.group)["average"]
+    for name, value in average.items():
+        assert torch.equal(found[name].full_tensor(), value.full_tensor()), name
+
+
+@ranks(2)
 def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
     """Loading allocates missing optimizer state once and little else, even for parameters that one rank holds in full.
 
