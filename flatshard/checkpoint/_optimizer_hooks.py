@@ -20,8 +20,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from flatshard._base.optimizers import params_of, steps_whole
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, keep_own_shards, own_shards
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape
+from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, count_keys, keep_own_shards, own_shards
 from flatshard.checkpoint._optimizer_state import OptimizerState
 from flatshard.checkpoint._standard_helpers import Request, request
 from flatshard.checkpoint._state_dict import idle_flats
@@ -97,7 +97,9 @@ def _with_own_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
     if steps_whole(optimizer) or len(params) != len(keys):  # the optimizer raises if they differ
         return None
     state = dict(state_dict["state"])
-    for key, param in zip(keys, params, strict=True):
-        if isinstance(param, ShardedParameter) and key in state:
-            state[key] = own_shards(param, state[key])
+    loaded = {key: param for key, param in zip(keys, params, strict=True) if key in state}
+    counts = count_keys((full_shape(param), state[key]) for key, param in loaded.items())
+    for key, param in loaded.items():
+        if isinstance(param, ShardedParameter):
+            state[key] = own_shards(param, state[key], counts)
     return {**state_dict, "state": state}

@@ -20,7 +20,7 @@ from flatshard._base.optimizers import (
 )
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._optimizer_hooks import register_hooks
-from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey_optim_state_dict
+from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, count_keys, rekey_optim_state_dict
 from flatshard.checkpoint._optimizer_state import State
 from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue, own_block
 from flatshard.checkpoint._state_dict import idle_flats
@@ -157,11 +157,7 @@ class _Load:
         self.options: dict[str, Group] = {}
         for group in state["param_groups"]:
             self.options.update((names.aliases.get(fqn, fqn), options_of(group)) for fqn in group["params"])
-        # Keys of counts: without dimensions for any parameter. A 0-dim parameter alone cannot tell a count from an average.
-        self.counts = {"step"}
-        for param in stepped:
-            values = self.values.get(param.fqn, {}) if param.shape else {}
-            self.counts.update(k for k, v in values.items() if isinstance(v, torch.Tensor) and not v.dim())
+        self.counts = count_keys((param.shape, self.values.get(param.fqn, {})) for param in stepped)
 
     def check_names(self, stepped: list[SteppedParam]) -> None:
         """Add a problem unless every parameter is in a saved group, and everything saved belongs to one of them."""

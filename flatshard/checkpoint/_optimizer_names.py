@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ from flatshard._base.optimizers import (
 from flatshard._composable.find import units_below
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._sharded_value import (
     ShardedValue,
@@ -310,8 +310,22 @@ def _shards(
 # -- state that was loaded by number -----------------------------------------------------------------------------------
 
 
-def own_shards(param: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+def count_keys(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> set[str]:
+    """Return the keys of counts, which have no dimensions for any parameter: ``states`` are parameters' shapes and state.
+
+    A parameter without dimensions cannot tell a count from an average, but others have the same keys.
+    """
+    found = {"step"}
+    for shape, state in states:
+        if shape:
+            found.update(key for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim())
+    return found
+
+
+def own_shards(param: ShardedParameter, state: dict[str, Any], counts: set[str]) -> dict[str, Any]:
     """Return ``state`` with this rank's shards in place of sharded values and full tensors. Other values stay.
+
+    ``counts``: see ``count_keys``.
 
     Raises:
         ValueError: a value is another rank's, or of another layout.
@@ -319,7 +333,9 @@ def own_shards(param: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]
     stepped = SteppedParam.alone(param)
     found = dict(state)
     for key, value in state.items():
-        is_full = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == stepped.shape
+        is_full = isinstance(value, torch.Tensor) and tuple(value.shape) == stepped.shape
+        if not stepped.shape and key in counts:
+            continue
         if isinstance(value, ShardedValue) or (is_full and value.shape != param.shape):
             try:
                 found[key] = stepped.own_shard(value)
@@ -335,7 +351,9 @@ def keep_own_shards(optimizer: Optimizer) -> None:
         ValueError: a value is another rank's. Nothing is changed.
     """
     if not steps_whole(optimizer):
-        found = {p: own_shards(p, state) for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)}
+        held = {p: state for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)}
+        counts = count_keys((full_shape(p), state) for p, state in held.items())
+        found = {p: own_shards(p, state, counts) for p, state in held.items()}
         for param, shards in found.items():
             optimizer.state[param].update(shards)
 

@@ -1,6 +1,7 @@
 """Optimizer state by name: compared with the plain optimizer's, loaded from it, and in checkpoints."""
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,49 @@ def test_plain_model_and_optimizer_continue(ctx) -> None:
         each(x).sum().backward()
         its_optimizer.step()
     torch.testing.assert_close({**flatshard.checkpoint.full_state_dict(model)}, {**plain.state_dict()})
+
+
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(3, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.linear(x)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
+@ranks(2)
+def test_a_parameter_without_dimensions(ctx, kind: Callable[..., Optimizer]) -> None:
+    """State from before sharding, or of a plain run, is sharded: its averages have no dimensions, as counts have."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    plain = Gained()
+    optimizer = kind(plain.parameters(), lr=0.1)
+    step(plain, optimizer)
+    for loads in ("never", "before", "after"):
+        ctx.note(loads)
+        model, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+        ours, theirs = kind(model.parameters(), lr=0.1), kind(reference.parameters(), lr=0.1)
+        theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which would share tensors
+        if loads == "never":
+            step(model, ours)
+            step(reference, theirs := kind(reference.parameters(), lr=0.1))
+        elif loads == "before":
+            ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        fully_shard(model, process_group=ctx.group)
+        if loads == "after":
+            ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(2):
+            step(model, ours)
+            step(reference, theirs)
+        for name, value in flatshard.checkpoint.full_state_dict(model).items():
+            torch.testing.assert_close(value, reference.state_dict()[name])
 
 
 @ranks(3)
