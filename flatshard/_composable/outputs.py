@@ -46,7 +46,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def want_new_nodes(outputs: Iterable[torch.Tensor], first: int) -> bool:
-    """Return whether a forward made nodes after those of its ``outputs``, or some before: it returns an input.
+    """Return whether an output's node is older than the forward (a returned input), or not the newest that it made.
 
     ``first``: the number of the first node that it may have made, on this thread.
     """

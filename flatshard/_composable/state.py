@@ -12,7 +12,7 @@ States of a unit that the backward has come to (``CompletionState``):
 
 - TOUCHED         the backward has gathered it, ahead of time or for another unit.
 - AWAITING        the backward has reached it. The last gradient completes it.
-- IDLE            the same, but the graph task has no gradients for it, or no more. It is complete
+- IDLE            the same, but the graph task that is to complete it awaits no gradient. It is complete
                   when backward reaches a unit that ran before it in forward, or ends.
 - COMPLETE        nothing more is waited for in this graph task. Some gradients may never have come.
 - COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
@@ -244,8 +244,7 @@ class AwaitedGradients:
     some_frozen: bool  # whether some parameters of the unit do not require grad
     expected: dict[int, int]  # by each graph task that has reached the unit: how many gradients it has
     pending: int = 0  # gradients of all of them that are still to come
-    # When `pending` falls to this number, something is to be done: the previous unit's reduction ends, if it has not ended
-    # yet; then, at 0, the last gradient completes the unit.
+    # The number of pending gradients at which the reduction of the previous unit is to end; 0 if it has ended, or is not to.
     acts_at: int = 0
     # The graph task whose gradients are only counted, if there is one: they stay with autograd until all have come.
     counts_only_in: int | None = None

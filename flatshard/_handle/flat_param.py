@@ -116,7 +116,7 @@ class FlatParam:
         self.is_watched = False  # see `watch`
         self.filling: Filling | None = None
         self.flat_grad: FlatGrad | None = None  # set by `use_shard_param`
-        self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # `_adopt` changes their class
+        self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # `_adopt_params` changes their class
         self._adopt_params()
         # The `requires_grad` of each parameter when the unsharded parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]

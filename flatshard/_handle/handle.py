@@ -422,7 +422,7 @@ class FlatParamHandle:
         return version == (stamp.version if stamp is not None and stamp.for_backward else self.version())
 
     def take_over(self, by: int) -> None:
-        """Record that the unsharded parameters are for ``by`` from now on, and not for a backward: see ``UnshardedStamp``."""
+        """Record that ``by`` wants the unsharded parameters: if another did before, they no longer count as a backward's."""
         if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by, for_backward=False)
 

@@ -88,7 +88,7 @@ class UnshardedStamp(NamedTuple):
     """The values of unsharded parameters. The handle makes a new stamp with each gather."""
 
     version: int  # of the shards that they were gathered from: `FlatParamHandle.version`
-    by: int  # the last pass that wanted them, or BY_USER
+    by: int  # the last pass that wanted them, BY_USER, or BY_NONE after a backward
     exact: bool  # they are equal to the shards bit for bit, up to the cast
     for_backward: bool  # they were gathered for a backward
 
