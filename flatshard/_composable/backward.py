@@ -70,7 +70,8 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
     (TOUCHED, "reach with gradients"): AWAITING,
     (TOUCHED, "reach with none"): IDLE,
-    (AWAITING, "reach with gradients"): AWAITING,  # this and the next three: in a graph task inside the one that completes it
+    # These four: in a graph task inside the one that completes it.
+    (AWAITING, "reach with gradients"): AWAITING,
     (AWAITING, "reach with none"): AWAITING,
     (IDLE, "reach with gradients"): IDLE,
     (IDLE, "reach with none"): IDLE,

@@ -18,8 +18,8 @@ if a gather failed. It knows no claims: who calls ``check_parameters`` makes sur
 When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
 the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
 the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
-inputs (``_Leave`` in autograd_hooks.py), or at the end of backward. Backward may then come to an earlier forward of the unit in the
-same pass (a module called twice, or another module of a group).
+inputs (``_Leave`` in autograd_hooks.py), or at the end of backward. Backward may then come to an earlier forward of the unit
+in the same pass (a module called twice, or another module of a group).
 
 All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
 parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.

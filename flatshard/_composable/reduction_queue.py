@@ -19,13 +19,13 @@ orders of their own. So units on several of those must take the same branches on
 which the watch reports. One order for all groups would make a group whose rank has died hold up others.
 
 [Note: Reductions in flight]
-A reduction holds the gradients of a whole unit. So only one is in flight at a time. It ends at the latest when the next
-unit is complete. On CPU it ends when a sixth of the next unit's gradients have come (for a transformer block: those of its
-last matrix), and only then is the unit after that one gathered ahead, into as much memory as that has freed. Ending it early
-saves 3 to 5 % of a step's peak memory, and gathering late saves as much again. Over gloo, whose threads have the cores to themselves while a
-rank waits, ending it early took 0.98 to 1.00 of a step's time in fp32, and 1.01 to 1.04 in bf16; an accelerator would be
-idle. With replicas the first part of a reduction ends then, and the second part when the next unit is complete, which frees
-the memory: there no gather waits.
+A reduction holds the gradients of a whole unit. So only one is in flight at a time. It ends at the latest when the next unit
+is complete. On CPU it ends when a sixth of the next unit's gradients have come (for a transformer block: those of its last
+matrix), and only then is the unit after that one gathered ahead, into as much memory as that has freed. Ending it early saves
+3 to 5 % of a step's peak memory, and gathering late saves as much again. Over gloo, whose threads have the cores to
+themselves while a rank waits, ending it early took 0.98 to 1.00 of a step's time in fp32, and 1.01 to 1.04 in bf16; an
+accelerator would be idle. With replicas the first part of a reduction ends then, and the second part when the next unit is
+complete, which frees the memory: there no gather waits.
 
 [Note: Deferred gradients]
 The user may choose when a backward ends (``configure(manual_finalization=True)``), or start reductions and go on
