@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import ShardingStrategy, describe, fit_to_memory, fully_shard, plan_step
-from flatshard._base import environment
 from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _fit
 from flatshard.planning._search import copied_nbytes
@@ -169,10 +168,8 @@ def test_training_is_that_of_one_process(ctx, name: str):
         loss_fn=lambda output, _: loss_of(output),
         oracle="slices",  # batch norm's statistics are per rank
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "SHARED_MEMORY", 0)  # as on several hosts
-        model = fitted.apply(make(), process_group=ctx.group)
-        peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
+    model = fitted.apply(make(), process_group=ctx.group)
+    peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
     assert max(peaks.values()) <= budget, (peaks, budget, fitted.peak.nbytes)
     assert abs(max(peaks.values()) - fitted.peak.nbytes) <= max(0.01 * fitted.peak.nbytes, 2**16)
 
