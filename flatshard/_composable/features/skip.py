@@ -21,9 +21,9 @@ on what it reads in one to the other. It asks whatever the strategy, as backward
 did not: after ``reshard``, or once it is unfrozen.
 
 An answer holds as long as the same parameters train on these ranks: a checksum of them is in its key. Ranks collect garbage
-at different times, so a unit is counted when it is made, and again in its own forwards and those of its model, but not when
-it is gone. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
-inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
+at different times, so a unit is counted in its own forwards and those of its model, also when it is gone. A new model makes
+all ranks begin to count anew. If the store has both answers (a loss network on real and on generated images), the given
+tensors are taken for inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 _anchors: weakref.WeakKeyDictionary[Unit, torch.Tensor] = weakref.WeakKeyDictionary()
 
-_trained: dict[int, int] = {}
-"""A checksum of which parameters train, by the number of the process group. [Note: Whether backward comes to a frozen module]
+_trained: dict[int, dict[int, int]] = {}
+"""Checksums of which parameters of units train, by the number of the process group and the tag of the unit. [Note: Whether
+backward comes to a frozen module]
 """
 
 
@@ -66,9 +67,10 @@ class Skip(Extension):
     """Makes units record what runs inside them, for ranks that pass by later."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
-        feature = RanInside()
-        feature.count_trained(unit)
-        return feature
+        # Ranks may have counted dead models differently, as after an error on some: all begin anew.
+        _trained[unit.runtime.number] = {}
+        changes.note()
+        return RanInside()
 
 
 class RanInside(ForwardFeature):
@@ -85,8 +87,7 @@ class RanInside(ForwardFeature):
         # [Note: Whether backward comes to a frozen module]
         self._comes, self._label = dict[tuple[nn.Module, int], set[bool]](), NOBODY
         self._asked: dict[tuple[nn.Module, int], int] = {}  # how often all ranks have found that all of them skip it
-        # Its summand in the checksum, and the counts of changes when it was found, and when the whole model's were.
-        self._summand, self._changes, self._looked = 0, -1, -1
+        self._changes, self._looked = -1, -1  # counts of changes: when it was counted, and when its whole model was
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -123,17 +124,15 @@ class RanInside(ForwardFeature):
             for each in units_below([*around, unit][0].module):
                 if (feature := each.feature(RanInside)) is not None:
                     feature.count_trained(each)
-        return self._comes.setdefault((module, _trained[unit.runtime.number]), set())  # `_key`, without a call
+        return self._comes.setdefault(_key(unit, module), set())
 
     def count_trained(self, unit: Unit) -> None:
         """Count in the checksum of its process group which parameters of ``unit`` train now."""
         self._changes, ranks = changes.count, unit.handle.ranks
         if self._label is not ranks.label:  # the first time, or it is on other ranks
-            self._label, self._summand, self._comes, self._asked = ranks.label, 0, {}, {}
+            self._label, self._comes, self._asked = ranks.label, {}, {}
         trained = bytes([p.requires_grad for flat in unit.handle.flats for p in flat.params])
-        before, self._summand = self._summand, zlib.crc32(trained, ranks.label.tag)
-        number = unit.runtime.number
-        _trained[number] = (_trained.get(number, 0) + self._summand - before) % 2**32
+        _trained.setdefault(unit.runtime.number, {})[ranks.label.tag] = zlib.crc32(trained, ranks.label.tag)
 
     def _publish(self, unit: Unit, module: nn.Module, output: Any) -> None:
         """Write to the stores whether ``output`` requires a gradient, if this rank has not written that answer yet."""
@@ -195,7 +194,7 @@ class RanInside(ForwardFeature):
 
 def _key(unit: Unit, module: nn.Module) -> tuple[nn.Module, int]:
     """Return ``module`` with the checksum of what trains on the ranks of ``unit``, under which answers are known."""
-    return module, _trained[unit.runtime.number]
+    return module, sum(_trained[unit.runtime.number].values())
 
 
 def _axes(unit: Unit) -> list[Runtime]:
