@@ -124,7 +124,8 @@ class RanInside(ForwardFeature):
             for each in units_below([*around, unit][0].module):
                 if (feature := each.feature(RanInside)) is not None:
                     feature.count_trained(each)
-        return self._comes.setdefault(_key(unit, module), set())
+        key = module, sum(_trained[unit.runtime.number].values())  # `_key`, without a call
+        return self._comes.setdefault(key, set())
 
     def count_trained(self, unit: Unit) -> None:
         """Count in the checksum of its process group which parameters of ``unit`` train now."""
