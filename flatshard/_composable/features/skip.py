@@ -69,7 +69,7 @@ class Skip(Extension):
     def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
         # Ranks may have counted dead models differently, as after an error on some: all begin anew.
         _trained[unit.runtime.number] = {}
-        changes.note()
+        changes.count += 1
         return RanInside()
 
 
