@@ -3,6 +3,7 @@
 The fuzzer, under every option, and ``test_layer_drop`` test ranks that run different units.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -218,6 +219,31 @@ def test_a_frozen_unit_beside_garbage_on_one_rank(ctx):
             out = skip(model[1], hidden) if ctx.rank else model[1](hidden)
             (out.square().mean() * (1 - ctx.rank)).backward()
             check_same_gradients(model, plain)
+
+
+@ranks(2, timeout=30)
+def test_a_frozen_unit_of_a_model_made_after_an_error_on_one_rank(ctx):
+    """Units whose forward raised on one rank are counted on the other alone."""
+
+    def check(module, args, output):
+        assert not ctx.rank, "only here"
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Block(), Block()]).double()
+    plain[1].requires_grad_(False)
+    x = torch.randn(2, 2, WIDTH).double()
+    trained = fully_shard(copy.deepcopy(plain[0]).requires_grad_(False), process_group=ctx.group).requires_grad_(True)
+    trained.linear.register_forward_hook(check)
+    with contextlib.suppress(AssertionError):
+        trained(x[ctx.rank])
+    model = nn.ModuleList(
+        [fully_shard(b, process_group=ctx.group, reshard_after_forward=True) for b in copy.deepcopy(plain)]
+    )
+    plain[1](plain[0](x[0])).square().mean().div(2).backward()
+    hidden = model[0](x[ctx.rank])
+    out = skip(model[1], hidden) if ctx.rank else model[1](hidden)
+    (out.square().mean() * (1 - ctx.rank)).backward()
+    check_same_gradients(model, plain)
 
 
 @ranks(3)

@@ -21,9 +21,10 @@ on what it reads in one to the other. It asks whatever the strategy, as backward
 did not: after ``reshard``, or once it is unfrozen.
 
 An answer holds as long as the same parameters train on these ranks: a checksum of them is in its key. Ranks collect garbage
-at different times, so a unit is counted in its own forwards and those of its model, also when it is gone. A new model makes
-all ranks begin to count anew. If the store has both answers (a loss network on real and on generated images), the given
-tensors are taken for inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
+at different times, so a unit is counted in its own forwards and those of its model, also when it is gone. After an error on
+some ranks their counts differ, so a new model makes all ranks begin anew. If the store has both answers (a loss network on
+real and on generated images), the given tensors are taken for inputs. A module of a group may be frozen, or have no
+parameters, where others of the group train.
 """
 
 from __future__ import annotations
@@ -67,9 +68,8 @@ class Skip(Extension):
     """Makes units record what runs inside them, for ranks that pass by later."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
-        # Ranks may have counted dead models differently, as after an error on some: all begin anew.
-        _trained[unit.runtime.number] = {}
-        changes.count += 1
+        if _trained.pop(unit.runtime.number, None) is not None:
+            changes.note()  # so that units of other models are counted again
         return RanInside()
 
 
@@ -124,8 +124,9 @@ class RanInside(ForwardFeature):
             for each in units_below([*around, unit][0].module):
                 if (feature := each.feature(RanInside)) is not None:
                     feature.count_trained(each)
-        key = module, sum(_trained[unit.runtime.number].values())  # `_key`, without a call
-        return self._comes.setdefault(key, set())
+        return self._comes.setdefault(
+            (module, sum(_trained[unit.runtime.number].values())), set()
+        )  # `_key`, without a call
 
     def count_trained(self, unit: Unit) -> None:
         """Count in the checksum of its process group which parameters of ``unit`` train now."""
