@@ -329,15 +329,16 @@ def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
 
 
 class Tied(nn.Module):
-    """A tied head with its own bias."""
+    """Tied heads with biases of their own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(5, 5), nn.Linear(5, 5)
-        self.head.weight = self.embed.weight
+        self.embed, self.heads = nn.Embedding(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        for head in self.heads:
+            head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))
+        return self.heads(self.embed(ids))
 
 
 @ranks(3)

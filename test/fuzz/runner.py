@@ -236,6 +236,9 @@ class Runner:
                 get_model_state_dict(model)
                 if all(p.grad_dtype in (None, p.dtype) for p in model.parameters()):  # else torch refuses any model
                     get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+                list(
+                    model.parameters()
+                )  # torch reads the last one by its name, as initialisers do, and skips frozen ones
         numels = [p.numel() for p in params.values()]
         for numel, (name, p) in zip(numels, params.items(), strict=True):
             part = part_of(p, plain.get_parameter(name))

@@ -120,8 +120,9 @@ class FillFlat:
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was unsharded
         fillings_beside = [each.filling for each in map(flat_param_of, beside) if each is not None]
-        if not {each.unit for each in shown_full} <= {self.unit, *(each.unit for each in fillings_beside if each)}:
-            show_shards()
+        kept = {self.unit, *(each.unit for each in fillings_beside if each)}
+        for other in [each for each in shown_full if each.unit not in kept]:
+            other.cut()
         info, part = flat.layout.params[index], flat.slices[index]
         own = flat.shard[part.start : part.stop]
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
