@@ -125,6 +125,30 @@ def test_a_step_inside_is_noticed(ctx):
         check_same_params(model, plain)
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_OPTIM, ShardingStrategy.FULL_SHARD])
+@ranks(2)
+def test_a_step_after_unshard_is_noticed_by_calls_past_a_unit(ctx, strategy):
+    plain, model = twins(ctx, Net, None, strategy=strategy)
+    x, optimizers = torch.ones(2, 4).double(), [adamw(m.parameters()) for m in (model, plain)]
+
+    def step() -> None:
+        for m in (model, plain):
+            m(x).square().sum().backward()
+        flatshard.unshard(model)
+        step_all(optimizers)
+
+    def check() -> None:
+        torch.testing.assert_close(*[m.blocks[1](m.blocks[0](x)) for m in (model, plain)])
+
+    step()
+    with keep_unsharded(model):
+        with torch.no_grad():
+            check()
+        step()
+        with torch.no_grad():
+            check()
+
+
 @ranks(2)
 def test_on_entry_and_exit(ctx):
     """On entry, only parameters that ``unshard`` gathered are kept, not an earlier forward's; on exit all are freed.

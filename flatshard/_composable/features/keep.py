@@ -280,7 +280,9 @@ class _Past:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin a forward of the unit, if its parameters are not shown already; the forward pre-hook of ``module``."""
         unit = self.unit
-        if torch.compiler.is_compiling() or unit is None or unit.handle.registrations.shows is not SHARDED:
+        if torch.compiler.is_compiling() or unit is None:
+            return None
+        if unit.handle.registrations.shows is not SHARDED and (unit.claims.in_use or not unit.is_outdated):
             return None
         hooks = UnitHooks.of(unit)
 
