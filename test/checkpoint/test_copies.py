@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import expect, four, patched, same, step, values
 from on_ranks import ranks
 
 from flatshard import load_checkpoint, save_checkpoint
-from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint import _store, copy_checkpoint
+from flatshard.checkpoint._location import locate
 
 pytest.importorskip("fsspec")
 from object_store import ObjectStore
@@ -97,12 +98,19 @@ def test_ranks_copy_files_of_more_ranks(ctx, path: str) -> None:
     save_checkpoint(f"{path}/a", state, process_group=ctx.group)
     expected = values(model, optimizer)
     url = f"objects://{path}/b"
-    failing = OSError(5, "Input/output error")
-    with pytest.MonkeyPatch.context() as patch:
-        if ctx.rank == 1:
-            patch.setattr(disk, "read", lambda *_: (_ for _ in ()).throw(failing))
-        with expect("rank 1: .*Input/output error"):
-            copy_checkpoint(f"{path}/a", url, process_group=ctx.group)
+
+    def fault(kind: str, path: str) -> None:
+        if kind == "complete":
+            raise ConnectionResetError("lost")
+
+    with (
+        patched(ObjectStore, "fault", staticmethod(fault), ctx.rank == 1),
+        patched(_store, "_WAITS", (0.0,)),
+        expect("rank 1: .*ConnectionResetError: lost"),
+    ):
+        copy_checkpoint(f"{path}/a", url, process_group=ctx.group)
+    dist.barrier(ctx.group)
+    assert not locate(url, "test").names()  # ranks 0 and 2 had written files
     ObjectStore.requests.clear()
     copy_checkpoint(f"{path}/a", url, process_group=ctx.group)
     written = {Path(at).name for kind, at, _ in ObjectStore.requests if kind == "complete"}

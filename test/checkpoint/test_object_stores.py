@@ -323,7 +323,7 @@ def test_progress_is_counted_once(tmp_path, monkeypatch):
     assert [r for r in ObjectStore.requests if r[0] == "discard"]
 
 
-def test_a_stream_that_cannot_be_marked_closed(monkeypatch):
+def test_a_stream_that_cannot_be_marked_closed(monkeypatch, caplog):
     """Streams of some stores have a ``closed`` of their own, and what they hold is given up all the same."""
     from fsspec.implementations.memory import MemoryFile
 
@@ -338,6 +338,7 @@ def test_a_stream_that_cannot_be_marked_closed(monkeypatch):
     monkeypatch.setattr(MemoryFile, "write", write)
     path = "memory://closed/x"
     save_checkpoint(path, state_of(1.0))
+    assert f"after {type(LOST).__name__}: {LOST}" in caplog.text
     assert attempts.count(attempts[0]) > 1
     assert saved_value(path) == 1.0
     (folder,) = (name for name in locate(path, "test").names() if name != METADATA)

@@ -128,6 +128,8 @@ def test_a_parameter_without_dimensions(ctx, kind: Callable[..., Optimizer]) -> 
         fully_shard(model, process_group=ctx.group)
         if loads == "after":
             ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for param, state in ours.state.items():
+                assert {v.numel() for key, v in state.items() if key != "step"} == {param.numel()}
         for _ in range(2):
             step(model, ours)
             step(reference, theirs)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pool as pool_module
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clean import check_clean
+from jobs import patched
 from models import Block
 from on_ranks import ranks
 from pool import RankFailure
@@ -112,6 +114,29 @@ def test_when_a_rank_is_lost_the_others_say_where(pool, monkeypatch, how, where,
         assert re.search(message, failure.message, re.DOTALL), failure.message
         lead = f"failed on rank {failure.rank} of 3: if it waited in vain or lost a connection, look for the first error on"
         assert lead in failure.message  # before gloo's text
+
+
+@pytest.mark.parametrize("verb", ["receiving from", "sending to"])
+@pytest.mark.parametrize("lost", [1, 2])
+@ranks(1)
+def test_a_failed_message_is_named(ctx, verb: str, lost: int) -> None:
+    class Message:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self, *_: Any) -> bool:
+            if self.name == f"{verb} {lost}":
+                raise RuntimeError("Connection closed by peer")
+            return True
+
+    group = SimpleNamespace(
+        send=lambda tensors, rank, tag: Message(f"sending to {rank}"),
+        recv=lambda tensors, rank, tag: Message(f"receiving from {rank}"),
+    )
+    collectives, messages = GlooCollectives(ctx.group), [(torch.zeros(3), rank) for rank in (1, 2)]
+    with patched(GlooCollectives, "group", group), pytest.raises(RuntimeError) as e:
+        collectives.messages(messages, messages, 5).wait()
+    assert e.value.__notes__ == [f"while {verb} rank {lost} of the group"]
 
 
 def lose_a_rank_in_a_message(ctx, verb: str) -> None:

@@ -201,9 +201,8 @@ def train_experts(ctx, order_check: str, order: str, waits: bool = False) -> Non
     )
     for _ in range(0 if order_check == "first" else 2):
         train(model)
-    if (
-        order_check == "first" and ctx.rank % 2 == 0 and not waits
-    ):  # the check over the others' group ends no wait of this rank
+    if order_check == "first" and ctx.rank % 2 == 0 and not waits:
+        # The check over the others' group ends no wait of this rank.
         model.blocks[0](torch.ones(2, 4))
         return
     train(model, order if ctx.rank == 3 else "0123")
@@ -217,6 +216,16 @@ def train_experts(ctx, order_check: str, order: str, waits: bool = False) -> Non
 )
 def swap_experts(ctx) -> None:
     train_experts(ctx, "first", "0213")
+
+
+@tells(
+    r"rank [13] has left the forward or backward that the others are in, as its all-gather of 'blocks\.[12]' over 'dp' "
+    r"\(ranks 1, 3\) failed",
+    size=4,
+    ranks=(0, 2),
+)
+def hear_of_other_experts(ctx) -> None:
+    train_experts(ctx, "first", "0213", waits=True)
 
 
 @tells(

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from flatshard import ShardingStrategy, describe, fit_to_memory, fully_shard, plan_step
 from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _fit
+from flatshard.planning._records import Ranks
 from flatshard.planning._search import copied_nbytes
-from flatshard.planning._step import Step
+from flatshard.planning._step import UNTIL_CHANGE, UNTIL_FORWARD, Configuration, Step, UnitChoice
 from flatshard.policies import SplitRoot
 
 WIDTH, TOKENS = 32, 24
@@ -191,6 +192,13 @@ def test_several_microbatches():
     assert any("without no_sync" in each.what for each in tight.tradeoffs)
     again = plan_step(on_meta(make), **planned | tight.arguments)
     assert (again.samples, again.collectives) == (tight.plan.samples, tight.plan.collectives)
+
+
+def test_a_unit_that_stays_less_long_than_the_outermost_one():
+    units = [UnitChoice("a", UNTIL_FORWARD), UnitChoice("b", UNTIL_CHANGE)]
+    arguments = Configuration(tuple(units), outermost=UNTIL_CHANGE).arguments(Ranks(1, 2))
+    assert arguments["policy"] == {"a": {"strategy": ShardingStrategy.FULL_SHARD}, "b": {}}
+    assert arguments["strategy"] is ShardingStrategy.SHARD_OPTIM
 
 
 def test_the_page(tmp_path):

@@ -97,6 +97,7 @@ def test_bytes(alone, dtype: torch.dtype, share: float, most: float):
     assert changed > 0.009 * sum(t.nbytes for t in before.values())
     assert len(message) <= most * changed
     assert sum(patch.values.nbytes for patch in decode_patches([message])) == changed
+    assert decode_patches([source.encode_changes()]) == []
 
 
 @ranks(2)

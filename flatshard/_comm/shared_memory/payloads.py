@@ -141,7 +141,6 @@ class SharedMemory:
         except OSError as e:
             raise _no_room_for_headers(e) from e
         tag, copies = next(self._tags), {id(each): each.clone() for each in sent}
-        own.await_readers(block, self.handshake.readers)
         self._messages.append((block, send([(copies[id(sent[k])], k) for k in self.handshake.readers], [], tag)))
         return block, -tag
 
