@@ -28,8 +28,8 @@ from flatshard._base.names import UNIT_KEY
 from flatshard._composable.backward import backward_of, touch
 from flatshard._composable.claims import Reason
 from flatshard._composable.state import (
-    AWAITING,
     COMPLETE,
+    COMPLETE_EARLY,
     Ahead,
     Context,
     ForwardRecord,
@@ -108,7 +108,7 @@ def prefetch(context: Context, unit: Unit, limit: int | None, for_backward: bool
         handle, claims = needed.handle, needed.claims
         if claims and not for_backward and not claims.in_use and needed.is_outdated:
             needed.release(Reason.OUTDATED)
-        if handle.stamp is not None or (handle.has_static_buffers and handle.memory.is_blocked):
+        if handle.stamp is not None or (handle.has_static_buffers and _is_blocked(needed)):
             continue
         if claims and claims.show_copies:
             continue
@@ -138,15 +138,32 @@ def free_unused(context: Context) -> None:
         unit.release(Reason.NOT_USED)
 
 
+def _is_blocked(unit: Unit) -> bool:
+    """Return whether another unit is using the static buffer of ``unit``: the same on all ranks."""
+    memory = unit.handle.memory
+    if memory.is_blocked:
+        _free_complete()
+    return memory.is_blocked
+
+
+def _free_complete() -> None:
+    """Free the units that are complete, and that stay only because the graph of this rank lacks some of their parameters.
+
+    A rank whose graph has all has freed them. An idle unit stays: other ranks may await gradients of it.
+    """
+    for unit in made_units.values():
+        now = unit.graph.now
+        if now is None or not unit.handle.gradients.accumulators.are_all:
+            continue
+        if now.completion is COMPLETE or (now.completion is COMPLETE_EARLY and is_over(unit)):
+            unit.release(Reason.ROOM_NEEDED)
+
+
 def make_room(unit: Unit) -> None:
     """Free memory of other units that ``unit`` needs. unsharded.py, [Note: Static buffers]"""
-    free_unused(unit.context)
-    for other in made_units.values():  # that stay until the end of the backward, though their values are not needed
-        now, are_all = other.graph.now, other.handle.gradients.accumulators.are_all
-        if now is None or not are_all or now.completion <= AWAITING:
-            continue
-        if now.completion is COMPLETE or is_over(other):
-            other.release(Reason.ROOM_NEEDED)
+    if not _is_blocked(unit):
+        return
+    free_unused(unit.context)  # by now it is blocked on all ranks, so all free the same
     if not unit.history.live_forwards:
         unit.handle.memory.unblock()
 

@@ -24,12 +24,13 @@ CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers w
 once, and kept.
 
 - *Gathered parameters.* A flat parameter is bound to one buffer at its first unshard and keeps it, because autograd has saved
-  views of that storage by the time of backward. It gets the free buffer that has been free for longest, if another free one
+  views of that storage by the time of backward. It gets the free buffer whose last gather is the oldest, if another free one
   remains. So a unit and the unit that is prefetched next never share a buffer. A model of equal blocks takes two buffers for
   the blocks, and one for the outermost unit, which stays unsharded. This much is in use at a time anyway. If another unit
   is using the buffer, because units now run in a different order, the unit is bound again, unless a graph of it is alive.
-  Until then it is not gathered ahead. So all ranks must bind alike: the units of one module tree share buffers, and no others
-  do. rank_group.py, [Note: Ranks collect garbage at different times]
+  Until then it is not gathered ahead. So all ranks must bind alike. They gather in one order, but one may free a unit later
+  than another. So gathers choose the buffer. The units of one module tree share buffers, and no others do:
+  rank_group.py, [Note: Ranks collect garbage at different times].
 - *Reduction inputs* take any free buffer each time, because autograd has no views of them.
 
 Streams: a buffer for gathered parameters is written on the gather stream, which waits for whatever was freed before. A buffer
@@ -100,21 +101,21 @@ class FlatBuffer:
 class StaticBuffer(FlatBuffer):
     """A buffer that keeps its memory while it is free."""
 
-    __slots__ = ("freed", "stream")
+    __slots__ = ("stream", "taken_at")
 
     def __init__(self, flat: torch.Tensor, stream: Any) -> None:
         super().__init__(flat)
         self.stream = stream  # that `flat` was allocated on; None on CPU
-        self.freed = 0  # the buffer that has been free for longest has the lowest number
+        self.taken_at = 0  # increases with every `take` of a buffer
 
     def take(self, user: object) -> None:
         """Mark the buffer as used by ``user``."""
         assert self.taken_by is None or self.taken_by is user
-        self.taken_by = user
+        self.taken_by, self.taken_at = user, next(_clock)
 
     def free(self) -> None:
         """Mark the buffer as free. If collectives on side streams use it: after ``Runtime.before_free``."""
-        self.taken_by, self.freed = None, next(_clock)
+        self.taken_by = None
 
 
 class Pools:
@@ -170,7 +171,7 @@ class Pool:
         fit = [s for s in self._for_parameters if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
         free = [s for s in fit if s.taken_by is None]
         if len(free) > 1:
-            return min(free, key=lambda buffer: buffer.freed)
+            return min(free, key=lambda buffer: buffer.taken_at)
         return self._add(self._for_parameters, numel, dtype)
 
     def buffer_for_input(self, numel: int, dtype: torch.dtype) -> StaticBuffer:

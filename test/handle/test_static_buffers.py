@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, fully_shard
+from flatshard._base.trace import record_events
 from flatshard._composable.find import units_below
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -113,6 +115,54 @@ def test_units_that_lack_gradients_share_buffers(ctx: Any) -> None:
                     dist.all_reduce(p.grad, group=ctx.group)
                     p.grad /= ctx.world_size
             check_same_gradients(model, plain, 1e-6)
+
+
+class OnOne(Block):
+    """A block with a parameter that only rank 0 uses, if it ``differs``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.on_one, self.differs = nn.Parameter(torch.ones(width)), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.on_one if dist.get_rank() == 0 or not self.differs else 0.0)
+
+
+def steps(ctx: Any, model: nn.Module, orders: list[list[int]]) -> Iterator[list[int]]:
+    """Run a step in each order. All ranks must gather and reduce in one order, and bind units to the same buffers."""
+    flats = [flat for unit in units_below(model) for flat in unit.handle.flats]
+    for model.order in orders:
+        yield model.order
+        with record_events() as events:
+            model(torch.ones(2, 4) + ctx.rank).square().mean().backward()
+        made = [buffer.flat.data_ptr() for buffer in flats[0].ranks.pool.buffers]
+        used = [flat.unsharded.flat.data_ptr() for flat in flats]
+        mine = [made.index(at) for at in used if at in made], [e for e in events if not e.startswith("reshard")]
+        every = [None] * ctx.world_size
+        dist.all_gather_object(every, mine, group=ctx.group)
+        assert every[0] == every[1]
+
+
+@pytest.mark.parametrize("targets", [False, True])
+@ranks(2)
+def test_ranks_that_free_at_different_times_gather_in_one_order(ctx, targets):
+    """Rank 1 frees a block when backward ends, or when another needs its buffer. Rank 0 has freed it by then."""
+    torch.manual_seed(0)
+    model = static(Net(7, block=OnOne), [OnOne], process_group=ctx.group)
+    orders = [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6], [6, 4, 5, 0, 2, 1, 3], [1, 6, 3, 0, 2, 4, 5]]
+    for order in steps(ctx, model, [*orders, *orders]):
+        blocks = [model.blocks[i] for i in order]
+        for before, block in itertools.pairwise(blocks if targets else ()):  # mostly not the next one
+            others = [each for each in blocks if each not in (block, before)]
+            flatshard.configure(block, backward_prefetch=others[:1])
+
+
+@ranks(2)
+def test_ranks_that_free_in_different_orders_choose_the_same_buffers(ctx):
+    model = static(Net(4, block=OnOne), [OnOne], process_group=ctx.group, forward_prefetch=False)
+    model.blocks[0].differs = False
+    for _ in steps(ctx, model, [[0, 1], [2, 0, 1]]):
+        pass
 
 
 def test_addresses_stay_and_are_few(world):
