@@ -28,8 +28,6 @@ from flatshard._base.names import UNIT_KEY
 from flatshard._composable.backward import backward_of, touch
 from flatshard._composable.claims import Reason
 from flatshard._composable.state import (
-    AWAITING,
-    COMPLETE,
     Ahead,
     Context,
     ForwardRecord,
@@ -38,7 +36,7 @@ from flatshard._composable.state import (
     current_graph_task,
     made_units,
 )
-from flatshard._composable.to_come import is_over, was_completed
+from flatshard._composable.to_come import has_all_gradients, was_completed
 from flatshard._handle.lifetime import ParamState
 
 _BACKWARD_PRE = BackwardPrefetch.BACKWARD_PRE  # for each step: see lifetime.py
@@ -142,10 +140,7 @@ def make_room(unit: Unit) -> None:
     """Free memory of other units that ``unit`` needs. unsharded.py, [Note: Static buffers]"""
     free_unused(unit.context)
     for other in made_units.values():  # that stay until the end of the backward, though their values are not needed
-        now, are_all = other.graph.now, other.handle.gradients.accumulators.are_all
-        if now is None or not are_all or now.completion <= AWAITING:
-            continue
-        if now.completion is COMPLETE or is_over(other):
+        if other.handle.gradients.accumulators.are_all and has_all_gradients(other):
             other.release(Reason.ROOM_NEEDED)
     if not unit.history.live_forwards:
         unit.handle.memory.unblock()
@@ -197,7 +192,8 @@ def prefetch_next(record: ForwardRecord) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if (now := unit.graph.now) is None or now.completed_in != task:  # `was_completed`, without a call
+        # `was_completed`, without a call: it runs for each unit.
+        if (now := unit.graph.now) is None or now.completed_in != task:
             for needed in unit.needs:
                 if needed.graph.now is None:
                     touch(backward_of(unit), needed)
