@@ -19,7 +19,7 @@ all do the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from flatshard._base.config import BackwardPrefetch
 from flatshard._base.names import UNIT_KEY
 from flatshard._composable.backward import backward_of, touch
 from flatshard._composable.claims import Reason
+from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import (
     Ahead,
     Context,
@@ -69,8 +70,9 @@ def prefetch_following(unit: Unit, module: nn.Module, gathers: bool) -> None:
         prefetch(context, target, unit.config.prefetch_limit_bytes)
 
 
-def has_run_in_part(latest: Pass, modules: Collection[nn.Module]) -> bool:
-    """Return whether some of ``modules`` have run and others have not. Counting starts anew when all have run."""
+def has_run_in_part(latest: Pass, unit: Unit) -> bool:
+    """Return whether some modules of ``unit`` have run and others have not. Counting starts anew when all have run."""
+    modules = called_modules(unit.module)
     to_come = set(modules)
     for module in latest.order:
         to_come.discard(module)

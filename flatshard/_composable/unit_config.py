@@ -72,12 +72,6 @@ class UnitConfig:
         policy = self.mixed_precision
         return (policy.param_dtype or policy.output_dtype or policy.buffer_dtype) is not None
 
-    def stays_for_backward(self, outermost: bool) -> bool:
-        """Return whether the parameters of a unit, perhaps the outermost, stay unsharded from a forward to its backward."""
-        if self.reshard_after_forward is None:
-            return outermost or self.strategy.placements.until >= Until.BACKWARD
-        return not self.reshard_after_forward
-
 
 # -- from arguments ----------------------------------------------------------------------------------------------------
 
