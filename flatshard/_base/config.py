@@ -72,6 +72,7 @@ class ShardingStrategy(enum.Enum):
         is_hybrid: bool
         is_whole: bool
         joins_axes: bool
+        stays_for_backward: bool
 
     def __new__(cls, value: str, placements: Placements) -> Self:
         """Internal: create a member with this ``value``."""
@@ -80,6 +81,7 @@ class ShardingStrategy(enum.Enum):
         member.is_hybrid = placements.over_outer is not None
         member.is_whole = placements.over_inner is Placement.REPLICATED  # nothing is sharded
         member.joins_axes = placements.over_outer is Placement.SHARDED  # shards are over the ranks of both axes
+        member.stays_for_backward = placements.until is not Until.FORWARD
         return member
 
     FULL_SHARD = "full_shard", Placements(Placement.SHARDED, Until.FORWARD)

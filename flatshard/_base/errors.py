@@ -7,8 +7,14 @@ A user's mistake is a ``ValueError``, ``TypeError`` or ``RuntimeError``. Its mes
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from flatshard._base import frames
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class InternalError(AssertionError):
@@ -131,3 +137,8 @@ RESTRUCTURE_BEFORE = (
     "parametrize, prune, normalise or delete parameters before fully_shard. A model that is sharded already: build it again, "
     "load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
 )
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line that called into flatshard, whatever the number of our functions in between."""
+    warnings.warn(text, stacklevel=1 + frames.callers_in(_PACKAGE))  # from Python 3.12 on: `skip_file_prefixes`

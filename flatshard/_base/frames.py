@@ -46,6 +46,14 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def callers_in(folder: str) -> int:
+    """Return how many callers, from the caller of this function on, run code of files below ``folder``."""
+    count, frame = 0, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(folder) and frame.f_back is not None:
+        count, frame = count + 1, frame.f_back
+    return count
+
+
 def is_inside(frame: FrameType, outer: FrameType) -> bool:
     """Return whether ``outer`` called ``frame``, directly or indirectly."""
     at: FrameType | None = frame

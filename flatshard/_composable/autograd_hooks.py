@@ -7,7 +7,6 @@ left       at its inputs: ``post_backward`` frees it, if it is not freed when it
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +18,14 @@ from flatshard._composable.backward import (
     await_gradients,
     backward_of,
     complete,
-    gradient_hook,
     leave_forward,
     postpone,
     reach_forward,
 )
 from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
 from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
-from flatshard._composable.state import COMPLETE, AwaitedGradients, Unit, Way, current_graph_task
-from flatshard._composable.to_come import is_over, may_get_more, was_completed, was_left
+from flatshard._composable.state import AwaitedGradients, Unit, Way, current_graph_task
+from flatshard._composable.to_come import is_over, may_get_more, needs_no_values, was_completed, was_left
 from flatshard._handle.registrations import UNSHARDED
 
 BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
@@ -52,7 +50,8 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
         return
     # The backward of a forward that used only frozen parameters may still read their values.
     now = unit.graph.now
-    if now is not None and now.completion is COMPLETE and now.completed_in == task and unit.is_done_with_gradients:
+    # `was_completed`, without a call: it runs for each unit.
+    if now is not None and now.completed_in == task and needs_no_values(unit):
         return
     context, backward = unit.context, backward_of(unit)
     awaited = reach_forward(backward, record)
@@ -74,7 +73,8 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
             "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
             "run forward again after it"
         )
-    # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
+    # `finish_previous_and_gather` gathers instead if the input of a reduction is to be freed first.
+    # [Note: Reductions in flight]
     if not (awaited and awaited.acts_at and context.reductions.frees) and prefetches_before(unit):
         prefetch_next(record)
 
@@ -84,23 +84,41 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
 
 def hook_parameters(unit: Unit) -> None:
     """Register the hooks of the parameters of ``unit``. They do not keep it alive."""
-    to_unit = weakref.ref(unit)
-
-    def call(verb: Callable[..., Any], *args: int) -> Any:
-        unit = to_unit()
-        assert unit is not None
-        return verb(unit, *args)
-
-    end, finish = functools.partial(call, finish_previous), functools.partial(call, complete_unit)
     for group, flat in enumerate(unit.handle.flats):
         if flat.kind.is_trainable:
             for index, compute in enumerate(flat.unsharded.params):
-                hook = gradient_hook(unit.graph, functools.partial(call, receive_gradient, group, index), end, finish)
                 # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                 wanted = compute.requires_grad
                 compute.requires_grad_(True)
-                compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                compute.register_post_accumulate_grad_hook(gradient_hook(unit, group, index))  # type: ignore[no-untyped-call]
                 compute.requires_grad_(wanted)
+
+
+def gradient_hook(unit: Unit, group: int, index: int) -> Callable[[torch.Tensor], None]:
+    """Return the hook that counts the gradients of parameter ``index`` in the flat parameter ``group`` of ``unit``."""
+    graph = unit.graph
+    to_unit: Callable[[], Any] = weakref.ref(unit)  # it is alive whenever a hook of its parameters runs
+
+    # This runs for every parameter in every step, so it does little.
+    def on_gradient(param: torch.Tensor) -> None:
+        """Count the gradient that autograd has accumulated, and leave it there."""
+        now, task = graph.now, current_graph_task()
+        awaited = None if now is None else now.awaited
+        # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
+        if awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad):
+            awaited = receive_gradient(to_unit(), group, index, task)
+            if awaited is None:
+                return
+        awaited.pending = pending = awaited.pending - 1
+        if pending > awaited.acts_at:
+            return
+        if pending > 0:
+            awaited.acts_at = 0  # from now on, only the last one acts
+            finish_previous_and_gather(to_unit())
+        elif not pending and awaited.task == task:
+            receive_last_gradient(to_unit())
+
+    return on_gradient
 
 
 def receive_gradient(unit: Unit, group: int, index: int, task: int) -> AwaitedGradients | None:
@@ -118,22 +136,30 @@ def receive_gradient(unit: Unit, group: int, index: int, task: int) -> AwaitedGr
     return awaited
 
 
-def finish_previous(unit: Unit) -> None:
+def receive_stand_in(unit: Unit) -> None:
+    """Count the gradient of a stand-in of ``unit``: see ``UnitGraph``."""
+    awaited = await_gradients(backward_of(unit), unit)
+    awaited.pending -= 1
+    if not awaited.pending and awaited.task == current_graph_task():
+        receive_last_gradient(unit)
+
+
+def finish_previous_and_gather(unit: Unit) -> None:
     """End the reduction of the unit before ``unit``, and gather the next one into the memory that it frees."""
     unit.context.reductions.finish_previous()
     if prefetches_before(unit):
         prefetch_after(unit)
 
 
-def complete_unit(unit: Unit) -> None:
-    """Free ``unit`` and start its reduction: all its gradients have come."""
+def receive_last_gradient(unit: Unit) -> None:
+    """Free ``unit`` and complete it: all its gradients have come. Postpone that if more may come."""
     backward, now = unit.context.backward, unit.graph.now
     assert backward is not None
     assert now is not None
     assert now.awaited is not None
     # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
     if now.awaited.acts_at:
-        finish_previous(unit)
+        finish_previous_and_gather(unit)
     if may_get_more(unit):
         postpone(backward, unit)
         return

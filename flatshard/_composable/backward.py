@@ -23,6 +23,7 @@ that failed with an exception, so a dead callback shows that its task has failed
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -47,7 +48,6 @@ from flatshard._composable.state import (
     ForwardRecord,
     Unit,
     UnitBackward,
-    UnitGraph,
     current_graph_task,
 )
 from flatshard._composable.to_come import (
@@ -146,12 +146,15 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     if of_params or not others:
         now.lacks_some |= of_params < len(nodes)
         unit.history.leaves_out |= now.lacks_some
-    if awaited is None:
-        awaited = now.awaited = AwaitedGradients(task, not accumulators.are_all, {})
-    awaited.expected[task] = count
-    awaited.pending = pending = awaited.pending + count
+    pending = count if awaited is None else awaited.pending + count
     # reduction_queue.py, [Note: Reductions in flight]
-    awaited.acts_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
+    acts_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
+    if awaited is None:
+        awaited = AwaitedGradients(task, not accumulators.are_all, {task: count}, pending, acts_at)
+    else:
+        expected = awaited.expected | {task: count}
+        awaited = dataclasses.replace(awaited, expected=expected, pending=pending, acts_at=acts_at)
+    now.awaited = awaited
     if count:
         backward.bringing.add(task)
         backward.ready.discard(unit)
@@ -176,7 +179,7 @@ def reach_forward(backward: Backward, record: ForwardRecord) -> AwaitedGradients
     task, unit = current_graph_task(), record.unit
     record.reached_in = task
     now = unit.graph.now or touch(backward, unit)
-    if now.completed_in != task:  # `was_completed`, without a call
+    if now.completed_in != task:  # `was_completed`, without a call: it runs for each unit
         await_gradients(backward, unit)
     now.open_forwards = (now.open_forwards or 0) + 1
     now.last_forward = record
@@ -243,52 +246,6 @@ def complete(backward: Backward, unit: Unit, reduces: bool = False, early: bool 
             unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
     elif unit not in backward.ready and not unit.handle.gradients.is_unreduced:
         queue.remove(unit)
-
-
-# -- the gradients of one unit -----------------------------------------------------------------------------------------
-
-
-def gradient_hook(
-    graph: UnitGraph,
-    receive: Callable[[int], AwaitedGradients | None],
-    finish_previous: Callable[[], object],
-    complete: Callable[[], object],
-) -> Callable[[torch.Tensor], None]:
-    """Return the hook that counts the gradients of one parameter.
-
-    Args:
-        receive: called with the running graph task at its first gradient, and where more than counting is to be done. Returns
-            what the unit awaits, or None if this gradient does not count.
-        finish_previous: finishes the reduction of the previous unit, when enough gradients have come.
-        complete: called when all gradients of the unit have come.
-    """
-
-    # This runs for every parameter in every step, so it does little.
-    def on_gradient(param: torch.Tensor) -> None:
-        """Count the gradient that autograd has accumulated, and leave it there."""
-        now, task = graph.now, current_graph_task()
-        awaited = None if now is None else now.awaited
-        # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
-        if awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad):
-            awaited = receive(task)
-            if awaited is None:
-                return
-        awaited.pending = pending = awaited.pending - 1
-        if pending > awaited.acts_at:
-            return
-        if pending > 0:
-            awaited.acts_at = 0  # from now on, only the last one acts
-            finish_previous()
-        elif not pending and awaited.task == task:
-            complete()
-
-    return on_gradient
-
-
-def count_stand_in(awaited: AwaitedGradients) -> bool:
-    """Count the gradient of a stand-in. Return whether it is the last gradient of the unit."""
-    awaited.pending -= 1
-    return not awaited.pending and awaited.task == current_graph_task()
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._base.errors import InternalError
+from flatshard._base.errors import InternalError, warn_user
 from flatshard._base.names import UNIT_KEY, module_names
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.runtime import Runtime
@@ -46,6 +45,7 @@ from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.module_tree import ModuleGroup, ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.state import Context, Unit, owner_of
 from flatshard._composable.unit_config import (
+    FSDPNamed,
     MeshChoice,
     UnitConfig,
     check_limit_all_gathers,
@@ -171,8 +171,9 @@ def fully_shard(
     """
     check_named(fully_shard, unnamed)
     if fsdp_names:
-        ours = {name: value for name, value in locals().items() if name not in ("module", "unnamed", "fsdp_names")}
-        return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
+        ours = FSDPNamed(policy, device_mesh, strategy, mixed_precision, cpu_offload, ignored_states)
+        ours = renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {})
+        policy, device_mesh, strategy, mixed_precision, cpu_offload, ignored_states = ours
     # Options.
     config = unit_config(
         strategy=strategy,
@@ -207,7 +208,7 @@ def fully_shard(
         root, choice.planned, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
     )
     for warning in choice.check_layouts(world_size):
-        warnings.warn(warning, stacklevel=2)
+        warn_user(warning)
     # Groups, context and memory that units share.
     chosen = [each for unit in choice.planned for each in unit.groups]
     runtime, runtimes, context = runtimes_over(chosen, groups, config.strategy, device)

@@ -19,7 +19,7 @@ all do the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -27,9 +27,8 @@ from flatshard._base.config import BackwardPrefetch
 from flatshard._base.names import UNIT_KEY
 from flatshard._composable.backward import backward_of, touch
 from flatshard._composable.claims import Reason
+from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import (
-    COMPLETE,
-    COMPLETE_EARLY,
     Ahead,
     Context,
     ForwardRecord,
@@ -38,7 +37,7 @@ from flatshard._composable.state import (
     current_graph_task,
     made_units,
 )
-from flatshard._composable.to_come import is_over, was_completed
+from flatshard._composable.to_come import has_all_gradients, was_completed
 from flatshard._handle.lifetime import ParamState
 
 _BACKWARD_PRE = BackwardPrefetch.BACKWARD_PRE  # for each step: see lifetime.py
@@ -71,8 +70,9 @@ def prefetch_following(unit: Unit, module: nn.Module, gathers: bool) -> None:
         prefetch(context, target, unit.config.prefetch_limit_bytes)
 
 
-def has_run_in_part(latest: Pass, modules: Collection[nn.Module]) -> bool:
-    """Return whether some of ``modules`` have run and others have not. Counting starts anew when all have run."""
+def has_run_in_part(latest: Pass, unit: Unit) -> bool:
+    """Return whether some modules of ``unit`` have run and others have not. Counting starts anew when all have run."""
+    modules = called_modules(unit.module)
     to_come = set(modules)
     for module in latest.order:
         to_come.discard(module)
@@ -152,10 +152,7 @@ def _free_complete() -> None:
     A rank whose graph has all has freed them. An idle unit stays: other ranks may await gradients of it.
     """
     for unit in made_units.values():
-        now = unit.graph.now
-        if now is None or not unit.handle.gradients.accumulators.are_all:
-            continue
-        if now.completion is COMPLETE or (now.completion is COMPLETE_EARLY and is_over(unit)):
+        if unit.handle.gradients.accumulators.are_all and has_all_gradients(unit):
             unit.release(Reason.ROOM_NEEDED)
 
 
@@ -214,7 +211,8 @@ def prefetch_next(record: ForwardRecord) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if (now := unit.graph.now) is None or now.completed_in != task:  # `was_completed`, without a call
+        # `was_completed`, without a call: it runs for each unit.
+        if (now := unit.graph.now) is None or now.completed_in != task:
             for needed in unit.needs:
                 if needed.graph.now is None:
                     touch(backward_of(unit), needed)

@@ -26,6 +26,7 @@ If it comes to none, autograd refuses to read parameters that are not there: uns
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import operator
 import warnings
@@ -66,8 +67,6 @@ from flatshard._composable.outputs import (
     with_new_nodes,
 )
 from flatshard._composable.state import (
-    COMPLETE,
-    TOUCHED,
     Context,
     Forward,
     ForwardRecord,
@@ -75,12 +74,26 @@ from flatshard._composable.state import (
     Way,
     current_graph_task,
 )
+from flatshard._composable.to_come import is_used_next
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 _LATER = "flatshard: forwards that ended later with the same output"
 """In the metadata of an autograd node that backward reaches a unit by: see ``pre_backward``."""
+
+
+class Fate(enum.Enum):
+    """The use of a unit's unsharded parameters after a forward that used them. Each member says it in a sentence."""
+
+    USED_NEXT = "backward is about to use them: they stay, and modules still show them"
+    STAYS = "they stay for a backward, or for a graph or a forward that uses them; modules show what the claims ask for"
+    KEPT_FOR_NEXT = "the same, until another module of the unit's group runs, or the pass ends"
+    RELEASED = "they are freed, unless a claim refuses"
+
+
+USED_NEXT, STAYS, KEPT_FOR_NEXT, RELEASED = Fate  # for each step: see lifetime.py
 
 
 class Unrecorded(Protocol):
@@ -265,25 +278,23 @@ class UnitHooks:
         """Release the parameters. ``comes_back``: backward may reach this forward. ``leaks``: outputs may alias them."""
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
-        group = called_modules(self.unit.module) if isinstance(self.unit.module, ModuleGroup) else ()
+        in_group = isinstance(self.unit.module, ModuleGroup)
         forward_graph = forward.recorded or (forward if next_node() > forward.first_node else None)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
             if not (in_use := needed.claims and needed.claims.in_use):
                 needed.handle.write_back_if_changed()
-            if group:
+            if in_group:
                 stop_keeping(needed)
-            if in_backward:
-                # If its gradients are still awaited, this was a recomputation, and backward is about to use them.
-                if in_use or (now := needed.graph.now) is None or now.completion in (TOUCHED, COMPLETE):
-                    needed.show()
-            elif leaks or (comes_back and needed.config.stays_for_backward(outermost)):
-                needed.show()
-            elif group and needed.need < VALUES and has_run_in_part(context.latest_pass, group):
-                needed.show()
-                keep_for_next(needed)
-            else:
+            used_next = in_backward and not in_use and is_used_next(needed)
+            runs_again = in_group and needed.need is not VALUES and has_run_in_part(context.latest_pass, self.unit)
+            fate = choose_fate(in_backward, used_next, leaks, comes_back, outermost, needed.config, runs_again)
+            if fate is RELEASED:
                 needed.release(FORWARD_ENDED, forward_graph)
+            elif fate is not USED_NEXT:
+                needed.show()
+                if fate is KEPT_FOR_NEXT:
+                    keep_for_next(needed)
         if outermost and not in_backward:
             free_unused(context)
             context.end_pass()
@@ -373,6 +384,36 @@ def enter_forward(unit: Unit, module: nn.Module, in_backward: bool, frame: Frame
         needed.claims.append(claim)
     context.forwards.append(forward)
     return forward
+
+
+def choose_fate(
+    in_backward: bool,
+    used_next: bool,
+    leaks: bool,
+    comes_back: bool,
+    outermost: bool,
+    config: UnitConfig,
+    runs_again: bool,
+) -> Fate:
+    """Decide whether the parameters of a unit stay unsharded when a forward that used them ends.
+
+    Args:
+        in_backward: it was a recomputation.
+        used_next: backward is about to use them. Only asked in a recomputation.
+        leaks: outputs may alias them.
+        comes_back: backward may reach this forward.
+        outermost: no other forward encloses it.
+        config: of the unit. Its ``reshard_after_forward``, or else its strategy, says whether they stay for a backward.
+        runs_again: another module of the unit's group is to run in this pass.
+    """
+    if in_backward:
+        return USED_NEXT if used_next else STAYS
+    if comes_back:
+        reshards = config.reshard_after_forward
+        leaks = leaks or (not reshards if reshards is not None else outermost or config.strategy.stays_for_backward)
+    if leaks:
+        return STAYS
+    return KEPT_FOR_NEXT if runs_again else RELEASED
 
 
 def exit_forward(context: Context, module: nn.Module, raised: bool = False) -> Forward | None:

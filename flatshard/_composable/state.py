@@ -238,14 +238,17 @@ class ForwardRecord:
 
 @dataclass(eq=False, slots=True)
 class AwaitedGradients:
-    """The gradients that graph tasks have for a unit. It exists from when they reach the unit until the unit is complete."""
+    """The gradients that graph tasks have for a unit. It exists from when they reach the unit until the unit is complete.
+
+    Another graph task that reaches the unit meanwhile replaces it. The hooks of parameters count down.
+    """
 
     task: int  # the graph task that has reached the unit first, and completes it
     some_frozen: bool  # whether some parameters of the unit do not require grad
     expected: dict[int, int]  # by each graph task that has reached the unit: how many gradients it has
-    pending: int = 0  # gradients of all of them that are still to come
+    pending: int  # gradients of all of them that are still to come
     # The number of pending gradients at which the reduction of the previous unit is to end; 0 if it has ended, or is not to.
-    acts_at: int = 0
+    acts_at: int
     # The graph task whose gradients are only counted, if there is one: they stay with autograd until all have come.
     counts_only_in: int | None = None
 

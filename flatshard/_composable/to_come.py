@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import Node
 
 from flatshard._composable.find import units_below
-from flatshard._composable.state import AWAITING, IDLE, TOUCHED, Unit, current_graph_task
+from flatshard._composable.state import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, TOUCHED, Unit, current_graph_task
 
 will_run = (
     torch._C._will_engine_execute_node
@@ -31,6 +31,18 @@ def is_over(unit: Unit) -> bool:
 def was_completed(unit: Unit) -> bool:
     """Return whether the graph task has completed ``unit``."""
     return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
+
+
+def needs_no_values(unit: Unit) -> bool:
+    """Return whether the backward has completed ``unit``, and the rest of it does not use the unit's values."""
+    return (now := unit.graph.now) is not None and now.completion is COMPLETE and unit.is_done_with_gradients
+
+
+def has_all_gradients(unit: Unit) -> bool:
+    """Return whether ``unit`` is complete, and no gradient of it is to come. Of an idle unit, other ranks may await some."""
+    if (now := unit.graph.now) is None:
+        return False
+    return now.completion is COMPLETE or (now.completion is COMPLETE_EARLY and is_over(unit))
 
 
 def was_left(unit: Unit) -> bool:
@@ -79,6 +91,14 @@ def is_completed_by(unit: Unit, task: int) -> bool:
     return (now := unit.graph.now) is not None and (awaited := now.awaited) is not None and awaited.task == task
 
 
+def is_used_next(unit: Unit) -> bool:
+    """Return whether backward is about to use the values of ``unit``, of which a recomputation ends.
+
+    It is so if the unit awaits gradients, or is idle, or completed while it was (a later forward of it may come).
+    """
+    return (now := unit.graph.now) is not None and now.completion in (AWAITING, IDLE, COMPLETE_EARLY)
+
+
 def may_get_gradients(unit: Unit) -> bool:
     """Return whether the backward awaits gradients of ``unit``, has made it idle, or has gradients for it."""
     return ((now := unit.graph.now) is not None and now.completion in (AWAITING, IDLE)) or has_gradients(unit)
@@ -111,7 +131,7 @@ def another_may_come_first(unit: Unit) -> bool:
 
 
 def _is_reached(unit: Unit) -> bool:
-    return (now := unit.graph.now) is not None and now.completion > TOUCHED
+    return (now := unit.graph.now) is not None and now.completion is not TOUCHED
 
 
 # -- in autograd's graph -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,12 +71,6 @@ class UnitConfig:
         """Whether the inputs, outputs or buffers of a unit are cast, which a feature does."""
         policy = self.mixed_precision
         return (policy.param_dtype or policy.output_dtype or policy.buffer_dtype) is not None
-
-    def stays_for_backward(self, outermost: bool) -> bool:
-        """Return whether the parameters of a unit, perhaps the outermost, stay unsharded from a forward to its backward."""
-        if self.reshard_after_forward is None:
-            return outermost or self.strategy.placements.until >= Until.BACKWARD
-        return not self.reshard_after_forward
 
 
 # -- from arguments ----------------------------------------------------------------------------------------------------
@@ -190,15 +184,26 @@ def check_named(function: Callable[..., Any], unnamed: Sequence[object]) -> None
         raise TypeError(f"{function.__name__} takes only the module without a name: name the {kind}, by {names}")
 
 
-def renamed(given: Mapping[str, Any], ours: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` under our names: ``ours``, and those ``given`` under FSDP's names.
+class FSDPNamed(NamedTuple):
+    """The arguments of ``fully_shard`` that FSDP has under other names."""
 
-    ``defaults`` has the default of each of our names.
+    policy: Any
+    device_mesh: Any
+    strategy: Any
+    mixed_precision: Any
+    cpu_offload: Any
+    ignored_states: Any
+
+
+def renamed(given: Mapping[str, Any], ours: FSDPNamed, defaults: Mapping[str, Any]) -> FSDPNamed:
+    """Return ``ours``, with the arguments that were ``given`` under FSDP's names.
+
+    ``defaults`` has the default of each argument of ``fully_shard``.
 
     Raises:
         TypeError: a name is unknown, has another meaning here, or says what another one says.
     """
-    result, given = dict(ours), dict(given)
+    result, given = ours._asdict(), dict(given)
     dims = given.pop("dp_mesh_dims", None)
     named: dict[str, str] = {}  # the name that was given, by our name
     for name, value in given.items():
@@ -216,7 +221,7 @@ def renamed(given: Mapping[str, Any], ours: Mapping[str, Any], defaults: Mapping
     if dims is not None:
         chosen = data_parallel_dims(result["device_mesh"], dims, result["strategy"])
         result["device_mesh"], result["strategy"] = chosen
-    return result
+    return FSDPNamed(**result)
 
 
 def data_parallel_dims(mesh: Any, dims: Any, strategy: Any) -> tuple[DeviceMesh, Any]:

@@ -198,10 +198,11 @@ OF_FEATURES = (
     "not_sharded|late_tie|layerdrop|layer_drop|callback|quantized|functorch|dynamo"
 )
 TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_parameters)\b"
-# Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is.
+# Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is; where a
+# warning points.
 READING_FRAMES = """
 _composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
-_composable.hooks _comm.monitor.watch planning._recording _base.callers
+_composable.hooks _comm.monitor.watch planning._recording _base.callers _base.errors
 """
 # For errors, and where torch tells nobody what it wants: see the note in _base/callers.py. No more may come.
 ASKING_WHO_CALLS = """

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from flatshard._base.errors import name_list
+from flatshard._base.errors import name_list, warn_user
 from flatshard._base.names import HIDDEN, UNIT_KEY
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import Unit, owner_of, unit_of
@@ -346,11 +345,10 @@ def _check_overlap(ranges: list[tuple[str, int, int, str]]) -> None:
 def warn_of_old_parameters(units: Iterable[PlannedUnit]) -> None:
     """Warn if the program still holds tensor subclasses that were replaced."""
     if held := [o.fqn for unit in units for o in unit.owned if o.was is not None and o.was() is not None]:
-        warnings.warn(
+        warn_user(
             "fully_shard registered new parameters in the place of tensor subclasses (such as DTensors), but something "
             f"still holds the old {name_list(held)}. If it is an optimizer, it will not train them: build it after "
-            "fully_shard",
-            stacklevel=3,
+            "fully_shard"
         )
 
 
@@ -366,10 +364,9 @@ def warn_of_experts(units: Iterable[Unit], group: dist.ProcessGroup) -> None:
         if wrapping is None
     ]
     if experts:
-        warnings.warn(
+        warn_user(
             f"{name_list(experts)} were sharded by an earlier call, over some of the ranks of this one. Norms and "
             "checkpoints take what the other ranks have under these names for copies. If they are other parameters, such as "
             "other experts, shard them in this call: fully_shard(..., shard_mesh_fn=lambda fqn, param: mesh['dp'] if "
-            "'experts' in fqn else None), or make them DTensors first",
-            stacklevel=3,
+            "'experts' in fqn else None), or make them DTensors first"
         )

@@ -18,7 +18,6 @@ The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are reco
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from flatshard._base.errors import name_list, why_not_called
+from flatshard._base.errors import name_list, warn_user, why_not_called
 from flatshard._base.names import plain_name
 from flatshard._composable.construct.repeated import repeated_blocks
 from flatshard._composable.module_tree import ModuleGroup, called_modules
@@ -170,10 +169,9 @@ def _ask_policy(
     if not chosen and sought is not None:
         seen = sorted({type(m).__name__ for m in root.modules()})
         sought += f" {name_list([c.__qualname__ for c in classes])}" if classes else ""
-        warnings.warn(
+        warn_user(
             f"fully_shard: {sought} matched no submodule, so {'the rest of ' if groups else ''}{type(root).__name__} is a "
-            f"single unit: its whole size is unsharded at once. Classes in the module: {name_list(seen, 20)}",
-            stacklevel=5,
+            f"single unit: its whole size is unsharded at once. Classes in the module: {name_list(seen, 20)}"
         )
     for group in groups:
         for module in group:

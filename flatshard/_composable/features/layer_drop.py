@@ -21,14 +21,13 @@ dropped layer *and use its result*: they drop nothing. So flatshard does not set
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatshard._base.errors import name_list
+from flatshard._base.errors import name_list, warn_user
 from flatshard._base.names import plain_name
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.skip import skip
@@ -43,7 +42,7 @@ class LayerDrop(Extension):
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         world_size = max([unit.runtime.world_size for unit in made], default=1)
         if world_size > 1 and (told := join_dropped(module)) is not None:
-            warnings.warn(told, stacklevel=3)
+            warn_user(told)
 
 
 def join_dropped(root: nn.Module) -> str | None:

@@ -43,8 +43,7 @@ from flatshard._base import frames
 from flatshard._comm.progress import NOBODY
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.autograd_hooks import complete_unit
-from flatshard._composable.backward import await_gradients, backward_of, count_stand_in
+from flatshard._composable.autograd_hooks import receive_stand_in
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks, exit_forward
@@ -319,8 +318,7 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         anchor.grad = None
         unit = to_unit()
         assert unit is not None
-        if count_stand_in(await_gradients(backward_of(unit), unit)):
-            complete_unit(unit)
+        receive_stand_in(unit)
 
     return on_gradient
 

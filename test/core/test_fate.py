@@ -1,0 +1,52 @@
+"""A unit's unsharded parameters when a forward ends: the decision alone, without a process group."""
+
+from dataclasses import replace
+
+import pytest
+
+from flatshard import ShardingStrategy
+from flatshard._composable.hooks import KEPT_FOR_NEXT, RELEASED, STAYS, USED_NEXT, Fate, choose_fate
+from flatshard._composable.unit_config import unit_config
+
+FULL = unit_config(
+    strategy=ShardingStrategy.FULL_SHARD,
+    backward_prefetch=None,
+    forward_prefetch=True,
+    mixed_precision=None,
+    cpu_offload=None,
+)
+KEEPING, FREEING = replace(FULL, reshard_after_forward=False), replace(FULL, reshard_after_forward=True)
+ZERO2 = replace(FULL, strategy=ShardingStrategy.SHARD_GRAD_OP)
+FACTS = dict.fromkeys(["in_backward", "used_next", "leaks", "comes_back", "outermost", "runs_again"], False)
+ROWS = [
+    ("", FULL, RELEASED),
+    ("outermost", FULL, RELEASED),
+    ("comes_back", FULL, RELEASED),
+    ("comes_back outermost", FULL, STAYS),
+    ("comes_back outermost", FREEING, RELEASED),
+    ("comes_back", replace(FULL, reshard_after_forward=2), RELEASED),
+    ("comes_back", KEEPING, STAYS),
+    ("", KEEPING, RELEASED),
+    ("comes_back", ZERO2, STAYS),
+    ("comes_back", replace(ZERO2, reshard_after_forward=True), RELEASED),
+    ("leaks", FREEING, STAYS),
+    ("leaks comes_back runs_again", FREEING, STAYS),
+    ("runs_again", KEEPING, KEPT_FOR_NEXT),
+    ("comes_back runs_again", FULL, KEPT_FOR_NEXT),
+    ("comes_back runs_again", KEEPING, STAYS),
+    ("in_backward", FREEING, STAYS),
+    ("in_backward used_next", FREEING, USED_NEXT),
+    ("in_backward used_next leaks comes_back outermost runs_again", KEEPING, USED_NEXT),
+    ("in_backward runs_again", FULL, STAYS),
+]
+
+
+@pytest.mark.parametrize(("true", "config", "fate"), ROWS)
+def test_the_fate_of_parameters_after_a_forward(true, config, fate):
+    facts = FACTS | dict.fromkeys(true.split(), True)
+    assert facts.keys() == FACTS.keys()
+    assert choose_fate(**facts, config=config) is fate
+
+
+def test_each_fate_has_a_row():
+    assert {fate for _, _, fate in ROWS} == {*Fate}
