@@ -201,7 +201,7 @@ TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_param
 # Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is.
 READING_FRAMES = """
 _composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
-_composable.hooks _comm.monitor.watch planning._recording _base.callers
+_composable.features.uncaught _composable.hooks _comm.monitor.watch planning._recording _base.callers
 """
 # For errors, and where torch tells nobody what it wants: see the note in _base/callers.py. No more may come.
 ASKING_WHO_CALLS = """

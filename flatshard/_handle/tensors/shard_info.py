@@ -90,6 +90,15 @@ class ShardInfo:
             f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D shard'}"
         )
 
+    def explain_full_shape(self, what: str) -> str:
+        """Internal: return the error for ``what``, which was given the shard and a tensor of the full shape."""
+        return (
+            f"{self.describe()}, and {what} was given the full parameter, or another tensor of that shape. To keep a copy of "
+            "the model, such as an average (EMA): call fully_shard on the copy, too, with the same policy, or copy the model "
+            "after fully_shard. To load full values: module.load_state_dict(...), where each rank takes its shard. Otherwise "
+            "compute inside `with flatshard.summon_full_params(module):`"
+        )
+
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""

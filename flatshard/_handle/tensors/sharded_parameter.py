@@ -279,12 +279,7 @@ class ShardedParameter(nn.Parameter):
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
         """Copy ``src`` into this rank's shard, as in torch."""
         if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
-            info = self._flatshard_info
-            raise RuntimeError(
-                f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape "
-                f"{tuple(src.shape)}, and copy_ was given the full parameter. Copy inside `with "
-                "flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where each rank takes its shard"
-            )
+            raise RuntimeError(self._flatshard_info.explain_full_shape("copy_"))
         super().copy_(src, non_blocking)
         return self
 
