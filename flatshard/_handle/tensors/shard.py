@@ -40,7 +40,7 @@ from flatshard._handle.tensors.operations import (
     replaced,
     tensors_in,
 )
-from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.shard_info import DTENSOR_CURES, ShardInfo, attribute_of_dtensors
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -54,6 +54,8 @@ class ShardTensor(torch.Tensor):
 
     _flatshard_info: ShardInfo
     _whose: ClassVar[str] = ""  # words before the FQN, in the description of a number
+
+    full_tensor, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
 
     is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
 
