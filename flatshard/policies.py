@@ -30,6 +30,9 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     Blocks are modules of one class in a list, a ``Sequential`` or a ``ModuleDict``, or under numbered names. Of rows inside
     rows the outermost is chosen of which two members have the same shapes: layers, and not the experts in them; blocks, and
     not the stages around them, if each stage has another size. Modules that are small beside the largest block are left out.
+    A single module beside them, such as the middle of a U-Net, is one more block, if it has a quarter of the elements of the
+    largest block or more, and consists of several layers. The choice depends on the model alone, so it is the same on all
+    ranks.
 
     Example::
 

@@ -93,9 +93,10 @@ def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int
 
 SAME_ORDER = (
     "All ranks must run the same units in the same order, forward and backward. If a rank does not need a unit that others "
-    "run, have it call flatshard.skip(unit, x) in its place. Layers dropped at random (layerdrop) must be the same on all "
-    "ranks. What communicates, such as full_state_dict, summon_full_params and the norm of a gradient, is called by all "
-    "ranks, not by rank 0 alone"
+    "run, have it call flatshard.skip(unit, x) in its place. If its data ended before those of others, have it call "
+    "flatshard.skip(model, torch.zeros(())).backward() in place of each step that the others still make. Layers "
+    "dropped at random (layerdrop) must be the same on all ranks. What communicates, such as full_state_dict, "
+    "summon_full_params and the norm of a gradient, is called by all ranks, not by rank 0 alone"
 )
 
 SAME_NUMBERS = (

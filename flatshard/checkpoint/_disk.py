@@ -33,6 +33,7 @@ from typing import Self, TypeVar
 
 from flatshard._base.environment import local_world_size
 from flatshard._base.trace import logger
+from flatshard.checkpoint._other_files import explain_path
 
 T = TypeVar("T")
 
@@ -328,10 +329,9 @@ def find(path: Path) -> Path:
         return path
     if not path.exists() and (_beside(path, "replaced") / METADATA).exists():
         return _beside(path, "replaced")
-    what = (
-        "is no checkpoint: it has no .metadata, so a save that did not end wrote it" if path.exists() else "not found"
-    )
-    raise FileNotFoundError(f"{str(path)!r} {what}")
+    around = path.iterdir() if path.is_dir() else [path.parent]
+    near = [each for each in around if (each / METADATA).is_file()]
+    raise FileNotFoundError(f"{str(path)!r} {explain_path(path, near)}")
 
 
 class DiskPath:

@@ -33,7 +33,7 @@ from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
+from flatshard._handle.tensors.shard_info import ShardInfo, attribute_of_dtensors, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, sharded_types
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
@@ -135,6 +135,9 @@ class ShardedValue(torch.Tensor):
             flat = self._local.clone()
         return wrap_full(flat.as_strided(part.block_shape, part.stride), origin.info)
 
+    placements, device_mesh = (
+        attribute_of_dtensors(name, lambda value: f"this is {_name(value)}") for name in ("placements", "device_mesh")
+    )
     untyped_storage = _no_memory("untyped_storage")  # also for `storage()`, which asks for it
     numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))
 
@@ -158,7 +161,7 @@ class ShardedValue(torch.Tensor):
             _warned.append(True)
             warnings.warn(
                 f"{_name(self)} is pickled (torch.save), and this rank has only elements {part.start}:{part.stop} of it: "
-                f"every rank must save a file of its own, which it alone can load. For one file of everything: {_CURE}",
+                f"every rank must save a file of its own, which it alone can load. For one file of everything {_TAKE_FULL}",
                 stacklevel=2,
             )
         return _unpickled, (self._local, *dataclasses.astuple(part))  # plain values, which any unpickler knows
@@ -286,10 +289,11 @@ def _unpickled(local: torch.Tensor, *part: Any) -> ShardedValue:
 
 torch.serialization.add_safe_globals([_unpickled])  # torch.load(weights_only=True)
 
-_CURE = (
-    "this rank has only a part of it. Take full tensors from flatshard.checkpoint.full_state_dict(module) or "
-    "flatshard.checkpoint.iter_full_params(module), on all ranks; or hand the dict to torch.distributed.checkpoint"
+_TAKE_FULL = (
+    "take full tensors from flatshard.checkpoint.full_state_dict(module) or flatshard.checkpoint.iter_full_params(module), "
+    "on all ranks; or hand the dict to torch.distributed.checkpoint"
 )
+_CURE = f"this rank has only a part of it: {_TAKE_FULL}"
 
 # Elementwise operations that torch does not tag as pointwise.
 _ON_PARTS = {

@@ -215,7 +215,8 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
 _EMPTY = (
     "It is empty here. Only the first rank has the values of full_state_dict(rank0_only=True): for all to load them, call "
     "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
-    "full_state_dict=True, broadcast_from_rank0=True))"
+    "full_state_dict=True, broadcast_from_rank0=True)), for which torch needs NumPy. Or read one file on all ranks, "
+    "torch.load(path, mmap=True)"
 )
 
 

@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 
 from flatshard._base.trace import logger
 from flatshard.checkpoint._disk import METADATA, outside
+from flatshard.checkpoint._other_files import explain_folder
 
 T = TypeVar("T")
 
@@ -217,10 +218,7 @@ class StorePath:
         """
         if (found := self.folder()).version(METADATA) is None:
             names = self.names()
-            what = (
-                "is no checkpoint: it has no .metadata, so a save that did not end wrote it" if names else "not found"
-            )
-            raise FileNotFoundError(f"{self._url!r} {what}")
+            raise FileNotFoundError(f"{self._url!r} {explain_folder(names) if names else 'not found'}")
         return found
 
     def begin(self, overwrite: bool) -> NewSave:

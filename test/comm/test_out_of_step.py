@@ -19,7 +19,7 @@ from pool import RankFailure
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard import OutOfStepError, ShardingStrategy, fully_shard, keep_unsharded, optim
+from flatshard import OutOfStepError, ShardingStrategy, fully_shard, keep_unsharded, optim, skip
 from flatshard._base import environment
 from flatshard._comm.process_groups import interrupt
 
@@ -320,6 +320,30 @@ def wait_in_the_users_collective(ctx) -> None:
         with torch.no_grad():
             model(torch.ones(2, 4))
     dist.all_reduce(torch.ones(()), group=group)
+
+
+SKIPS = r"If its data ended before those of others, have it call flatshard\.skip\(model, torch\.zeros\(\(\)\)\)\.backward\(\)"
+
+
+@tells(
+    r"rank 0 waits for the all-gather of 'blocks\.\d'",
+    r"rank 1 is in torch\.distributed\.barrier\(\)",
+    SKIPS,
+    ranks=(0,),
+)
+def train_on_unequal_data(ctx, cured: bool = False) -> None:
+    model, group = make(ctx)
+    for step in range(4):
+        if ctx.rank == 0 or step < 2:
+            train(model)
+        elif cured:
+            skip(model, torch.zeros(())).backward()
+    dist.barrier(group)
+
+
+def test_a_rank_without_data_skips_the_model(errors):
+    """Training on unequal data works after the cure of the error above."""
+    assert [name for name, _ in errors(functools.partial(train_on_unequal_data, cured=True))] == ["Ends", "Ends"]
 
 
 SIZE = r"rank 0 has '0\.weight' of shape \(4, 4\) where rank 1 has '0\.weight' of shape \(5, 4\).*Build the same model"

@@ -285,15 +285,24 @@ def test_a_failure_after_the_change_has_begun_says_so():
 def test_what_a_dtensor_would_have(world):
     """Ported scripts learn what to write; ``hasattr`` and ``getattr`` with a default find nothing."""
     world(2)
-    param = fully_shard(nn.Linear(4, 4)).weight
-    for name, cure in (
-        ("full_tensor", r"flatshard\.summon_full_params\(module\)"),
-        ("to_local", "the parameter itself"),
-        ("placements", r"shard_info\(p\)"),
-        ("device_mesh", r"shard_info\(p\)"),
+    model = fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    param, value = model.weight, model.state_dict()["weight"]
+    cures = {
+        "full_tensor": r"flatshard\.summon_full_params\(module\)",
+        "to_local": "use it as it is",
+        "placements": r"shard_info\(p\).*module.load_state_dict",
+        "device_mesh": r"shard_info\(p\).*module.load_state_dict",
+    }
+    for who, shard in (
+        ("parameter 'weight' is this rank's shard", param),
+        ("the gradient of parameter 'weight' is this rank's shard", param.grad),
+        ("parameter 'weight' is this rank's shard", param.detach()),
+        (r"this is the sharded tensor 'weight' of shape \(4, 4\)", value),
     ):
-        with pytest.raises(
-            AttributeError, match=rf"'weight' is this rank's shard, and not a DTensor with {name}: .*{cure}"
-        ):
-            getattr(param, name)
-        assert not hasattr(param, name)
+        missing = list(cures)[2:] if shard is value else cures
+        for name in missing:
+            told = rf"^{who}, and not a DTensor with {name}: .*{cures[name]}"
+            with pytest.raises(AttributeError, match=told):
+                getattr(shard, name)
+            assert not hasattr(shard, name)

@@ -245,9 +245,31 @@ def staged(*widths: int, count: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), *stages, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
 
 
+def unet(middle: int, **others: Any) -> nn.Module:
+    """Return blocks on the way down and up, of three widths, and between them a single module of two layers."""
+    down, up = (nn.ModuleList(Block(n) for n in widths) for widths in ((8, 16, 32), (32, 16, 8)))
+    return Parts(
+        embed=nn.Embedding(999, 8), down=down, mid=Parts(first=Block(middle), second=Block(middle)), up=up, **others
+    )
+
+
+def with_a_tie() -> nn.Module:
+    model = unet(12)
+    model.other = nn.Linear(12, 24)
+    model.other.weight = model.mid.first.up.weight
+    return model
+
+
+UNET = [f"{way}.{i}" for way in ("down", "up") for i in range(3)]
+
+
 def test_repeated_blocks():
     for make, expected in (
-        (Net, ["blocks.0", "blocks.2"]),  # `Wide` is another class
+        (Net, BLOCKS[1:]),  # `Wide` is another class, and large
+        (lambda: unet(12), [*UNET[:3], "mid", *UNET[3:]]),
+        (lambda: unet(8), UNET),  # less than a quarter of the largest block
+        (with_a_tie, UNET),  # the same, without the tied weight
+        (lambda: unet(12, head=Parts(proj=nn.Linear(8, 999))), [*UNET[:3], "mid", *UNET[3:]]),  # a single layer inside
         (lambda: staged(8, 16, count=2), [f"{s}.layers.{i}" for s in (1, 2) for i in (0, 1)]),  # not experts
         (lambda: staged(8, 8), ["1", "2"]),  # equal stages
     ):

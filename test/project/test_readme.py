@@ -144,6 +144,26 @@ def check_engine(ctx, names: dict[str, Any], mail: list[tuple[str, int, bytes]])
         assert torch.equal(names["weights"]["4.weight"], whole["4.weight"])
 
 
+def check_adapter(names: dict[str, Any]) -> None:
+    """The file has the adapter alone, loads into a plain model, and is merged as the page says."""
+    model, lora = names["model"], names["LoRA"]
+    saved = torch.load("adapter.pt")
+    assert {n.rpartition(".")[0] for n in saved} == {
+        f"{i}.{way}.{part}" for i in range(4) for way in ("up", "down") for part in ("up", "down")
+    }
+    full = flatshard.checkpoint.full_state_dict(model)
+    assert all(torch.equal(full[n], value) for n, value in saved.items())
+    assert all(bool(value.any()) for value in saved.values()), "a step has changed what began with zeros"
+    x = torch.ones(2, 64)
+    before = model(x)
+    adapters = [m for m in model.modules() if isinstance(m, lora)]
+    with torch.no_grad(), flatshard.summon_full_params(model):
+        for each in adapters:
+            each.base.weight += each.up.weight @ each.down.weight
+            each.up.weight.zero_()
+    torch.testing.assert_close(model(x), before)
+
+
 def run_recipe(ctx, name: str, directory: str) -> None:
     """Runs it, and then trains for a step, if it sharded the model."""
     os.chdir(directory)
@@ -173,6 +193,8 @@ def run_recipe(ctx, name: str, directory: str) -> None:
         assert all(torch.equal(value, before[n]) for n, value in values.items())
     if name == "Weights for an engine":
         check_engine(ctx, names, mail)
+    if name == "LoRA":
+        check_adapter(names)
     if name == "buffers":
         assert all(torch.equal(mean, model[1].running_mean) for mean in everybody(ctx, model[1].running_mean))
     if name == "export":

@@ -40,7 +40,7 @@ from flatshard._handle.tensors.operations import (
     replaced,
     tensors_in,
 )
-from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.shard_info import DTENSOR_CURES, ShardInfo, attribute_of_dtensors
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -54,6 +54,8 @@ class ShardTensor(torch.Tensor):
 
     _flatshard_info: ShardInfo
     _whose: ClassVar[str] = ""  # words before the FQN, in the description of a number
+
+    full_tensor, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
 
     is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
 
@@ -71,7 +73,11 @@ class ShardTensor(torch.Tensor):
                 args, kwargs = as_leaves(*first_by_place(args, kwargs or {}))
             return handler(func, args, kwargs or {})
         with plainly():
-            return func(*args, **kwargs) if kwargs else func(*args)
+            try:  # free unless torch raises, and optimizers come here
+                return func(*args, **kwargs) if kwargs else func(*args)
+            except RuntimeError as error:
+                refuse_full_shape(error, func, args, kwargs)
+                raise
 
     def _become_parameter(self, _: bool) -> None:
         """Become a plain parameter of its own: ``nn.Parameter(part)`` sets ``_is_param`` of the tensor that it makes."""
@@ -129,12 +135,27 @@ def refuse(info: ShardInfo, name: str) -> NoReturn:
     )
 
 
+def refuse_full_shape(error: RuntimeError, func: Function, *arguments: Any) -> None:
+    """Raise if ``func`` was given a shard together with a tensor of its full shape, so that torch raised ``error``."""
+    with plainly():
+        tensors = list(tensors_in(arguments))
+        shapes = {tuple(t.shape) for t in tensors}
+    for info in (t._flatshard_info for t in tensors if hasattr(t, "_flatshard_info")):
+        if info.full_shape in shapes and not info.is_whole:
+            name = name_of(func)
+            raise RuntimeError(info.explain_full_shape(_SYMBOLS.get(name, name))) from error
+
+
 _SYMBOLS = {"__getitem__": "p[...]", "__setitem__": "p[...] = ...", "__matmul__": "@", "__rmatmul__": "@"}
 
 
 def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plainly():
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_full_shape(error, func, args, kwargs)
+            raise
 
 
 def _marked(result: torch.Tensor, kind: type[ShardTensor], info: ShardInfo) -> torch.Tensor:
@@ -166,7 +187,11 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         part = part_in(args, kwargs)
     info = part._flatshard_info
     with plainly():
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_full_shape(error, func, args, kwargs)
+            raise
         if type(result) is not torch.Tensor or "out" in kwargs or result is part or result.layout is not torch.strided:
             return result
         owned = info.never_cut and not _are_parts(args, kwargs)

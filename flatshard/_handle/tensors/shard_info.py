@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -90,6 +90,15 @@ class ShardInfo:
             f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D shard'}"
         )
 
+    def explain_full_shape(self, what: str) -> str:
+        """Internal: return the error for ``what``, which was given the shard and a tensor of the full shape."""
+        return (
+            f"{self.describe()}, and {what} was given the full parameter, or another tensor of that shape. To keep a copy of "
+            "the model, such as an average (EMA): call fully_shard on the copy, too, with the same policy, or copy the model "
+            "after fully_shard. To load full values: module.load_state_dict(...), where each rank takes its shard. Otherwise "
+            "compute inside `with flatshard.summon_full_params(module):`"
+        )
+
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
@@ -115,6 +124,32 @@ class ShardInfo:
             self.shard_world_size,
             self.by_rows,
         )
+
+
+_OF_ITS_PARAMETER = "flatshard.tensors.shard_info(p) of the parameter p has"
+_TO_LOAD = "To load a full tensor call module.load_state_dict(...), where each rank takes its shard"
+DTENSOR_CURES = {
+    "full_tensor": "read it in `with flatshard.summon_full_params(module):` (a gradient, with with_grads=True), or use "
+    "`module.state_dict()[name].full_tensor()`",
+    "to_local": "use it as it is",
+    "placements": f"{_OF_ITS_PARAMETER} its shape and place. {_TO_LOAD}",
+    "device_mesh": f"{_OF_ITS_PARAMETER} the number of ranks. {_TO_LOAD}",
+}
+"""The attributes of a DTensor that scripts for FSDP2 ask for, and the cures: what to write instead."""
+
+
+def _what_it_is(shard: Any) -> str:
+    return f"{getattr(shard, '_whose', '')}parameter {shard._flatshard_info.fqn!r} is this rank's shard"
+
+
+def attribute_of_dtensors(name: str, what_it_is: Callable[[Any], str] = _what_it_is) -> property:
+    """Return an attribute of ``DTENSOR_CURES`` for a class of shards. It is missing, and the error has the cure."""
+
+    def fget(shard: Any) -> NoReturn:
+        what = f"{what_it_is(shard)}, and not a DTensor with {name}"
+        raise AttributeError(f"{what}: {DTENSOR_CURES[name]}", name=name, obj=shard)
+
+    return property(fget)
 
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

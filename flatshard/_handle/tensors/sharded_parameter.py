@@ -33,7 +33,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol, Self, TypeGuard
+from typing import Any, Protocol, Self, TypeGuard
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ from flatshard._handle.tensors.shard import (
     refuse_initialiser,
     share_numbers,
 )
-from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.shard_info import DTENSOR_CURES, ShardInfo, attribute_of_dtensors
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 
 _plain_data: Any = torch.Tensor.data
@@ -188,19 +188,6 @@ def _counted(plain: Any) -> Any:
     return property(plain.__get__, write)
 
 
-def _of_a_dtensor(name: str, cure: str) -> property:
-    """Return an attribute that ported scripts ask for. It is missing, and the error says what to write instead."""
-
-    def fget(param: ShardedParameter) -> NoReturn:
-        raise AttributeError(
-            f"parameter {param._flatshard_info.fqn!r} is this rank's shard, and not a DTensor with {name}: {cure}",
-            name=name,
-            obj=param,
-        )
-
-    return property(fget)
-
-
 class ShardedParameter(nn.Parameter):
     """A parameter of which each rank holds a shard, in the parameter's own dtype. The shard is 1-D, ``(stop - start,)``, or
     ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
@@ -229,13 +216,7 @@ class ShardedParameter(nn.Parameter):
         if grad is not None:
             mark(grad, self._flatshard_info)
 
-    full_tensor = _of_a_dtensor(
-        "full_tensor",
-        "read it in `with flatshard.summon_full_params(module):`, or use `module.state_dict()[name].full_tensor()`",
-    )
-    to_local = _of_a_dtensor("to_local", "use the parameter itself")
-    placements = _of_a_dtensor("placements", "flatshard.tensors.shard_info(p) has its shape and place")
-    device_mesh = _of_a_dtensor("device_mesh", "flatshard.tensors.shard_info(p) has the number of ranks")
+    full_tensor, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
 
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
@@ -279,12 +260,7 @@ class ShardedParameter(nn.Parameter):
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
         """Copy ``src`` into this rank's shard, as in torch."""
         if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
-            info = self._flatshard_info
-            raise RuntimeError(
-                f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape "
-                f"{tuple(src.shape)}, and copy_ was given the full parameter. Copy inside `with "
-                "flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where each rank takes its shard"
-            )
+            raise RuntimeError(self._flatshard_info.explain_full_shape("copy_"))
         super().copy_(src, non_blocking)
         return self
 
