@@ -24,7 +24,6 @@ from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.recompute import Recompute
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
-from flatshard._composable.features.uncaught import Uncaught
 from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._handle.flat_param import FlatParam
 from flatshard.checkpoint._state_dict_hooks import StateDicts
@@ -54,7 +53,6 @@ def plug_in() -> None:
         IgnoredByDDP(),
         Forked(),
         DataWrites(),
-        Uncaught(),
         EncodedGathers(),
         Recompute(),
     )

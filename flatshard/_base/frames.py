@@ -2,7 +2,6 @@
 
 A forward is running as long as the frame that called it is. Units check it after exceptions that skipped hooks, such as an
 interrupt, and when several threads run forwards. ``callers.py`` answers who calls. The watch says what a rank waits for.
-An error that ends the script gets a note about the shards in it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -64,12 +62,6 @@ def is_inside(frame: FrameType, outer: FrameType) -> bool:
             return True
         at = at.f_back
     return False
-
-
-def variables_left_by(error: BaseException) -> Iterator[dict[str, Any]]:
-    """Yield the local variables of the functions that ``error`` has left, from the innermost: the one that raised it."""
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        yield frame.f_locals
 
 
 def runs(frame: FrameType, elsewhere: bool = False) -> bool:

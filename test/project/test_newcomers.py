@@ -1,8 +1,6 @@
 """A newcomer's mistakes that no other test makes: each is told early, with who it is about and what to do."""
 
-import copy
 import io
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -68,36 +66,3 @@ def test_a_mistake_is_told(world, name: str):
     model = fully_shard(Net(), policy={Block})
     with pytest.raises(kind, match=f"(?s){told}"):
         mistake(model)
-
-
-@torch.no_grad()
-def average(mean: nn.Module, model: nn.Module) -> None:
-    """A step of a moving average, as scripts write it."""
-    for e, p in zip(mean.parameters(), model.parameters(), strict=True):
-        e.lerp_(p, 0.1)
-
-
-def test_an_average_that_was_copied_before_is_told_when_the_script_ends(world, capsys):
-    """Torch runs no code of ours there, so the note comes when nobody has caught its error."""
-    world(4)
-    model = Net()
-    mean = copy.deepcopy(model)
-    fully_shard(model, policy={Block})
-    with pytest.raises(RuntimeError, match="must match the size") as found:
-        average(mean, model)
-    sys.excepthook(found.type, found.value, found.tb)
-    assert "RuntimeError: The size of tensor a" in (said := capsys.readouterr().err)
-    assert "'front.weight' is sharded" in said
-    assert "of shape (4, 4) as a 1-D shard, and torch's operation was given the full parameter" in said
-    fully_shard(mean, policy={Block})  # as it says
-    average(mean, model)
-
-
-def test_other_errors_that_end_a_script_get_no_note(world):
-    world(4)
-    p = fully_shard(Net(), policy={Block}).front.weight
-    with pytest.raises(RuntimeError, match="must match the size") as found:
-        torch.zeros(2) + torch.zeros(3)
-    assert p.ndim == 2
-    sys.excepthook(found.type, found.value, found.tb)
-    assert not hasattr(found.value, "__notes__")
