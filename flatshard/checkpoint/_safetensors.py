@@ -290,9 +290,11 @@ class _File:
         self._starts = {name: len(self._header) + header[name]["data_offsets"][0] for name in described}
         self._nbytes = len(self._header) + at
         self._file: int | None = None
+        self._made: Path | None = None  # by this rank: where the file is
 
     def create(self) -> None:
         """Make the file with its header, and as long as it will be."""
+        self._made = self._hidden
         file = disk.create(self._hidden)
         try:
             disk.write(file, [memoryview(self._header)])
@@ -338,11 +340,12 @@ class _File:
     def publish(self) -> None:
         """Give the file its name."""
         disk.rename(self._hidden, self.path)
+        self._made = self.path
 
     def discard(self) -> None:
-        """Remove the file."""
-        for path in (self._hidden, self.path):
-            path.unlink(missing_ok=True)
+        """Remove the file, if this rank has made it: another one of that name is the user's."""
+        if self._made is not None:
+            self._made.unlink(missing_ok=True)
 
 
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, Iterable[int]]:
