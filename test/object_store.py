@@ -1,12 +1,14 @@
 """An object store in a local directory, for several processes: no rename, parts of files, and requests that fail."""
 
 import contextlib
+import io
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -44,19 +46,24 @@ class ObjectStore(AbstractFileSystem):
         return {"name": str(path), "size": path.stat().st_size, "type": "directory" if path.is_dir() else "file"}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        data = Path(self._strip_protocol(path)).read_bytes()[start:end]
+        with Path(self._strip_protocol(path)).open("rb") as file:
+            file.seek(start or 0)
+            data = file.read(-1 if end is None else max(0, end - (start or 0)))
         limit = self.request("read", path, len(data))
         return data[:limit]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         self.request("write", path, len(value))
-        self._put(Path(self._strip_protocol(path)), [value])
+        self.put(path, io.BytesIO(value))
 
-    def _put(self, path: Path, parts: list[bytes]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        upload = path.with_name(f"{uuid.uuid4().hex}.upload")
-        upload.write_bytes(b"".join(parts))
-        os.replace(upload, path)
+    def put(self, path: str, data: BinaryIO) -> None:
+        """Let the object appear, with all of ``data``."""
+        at = Path(self._strip_protocol(path))
+        at.parent.mkdir(parents=True, exist_ok=True)
+        upload = at.with_name(f"{uuid.uuid4().hex}.upload")
+        with upload.open("wb") as file:
+            shutil.copyfileobj(data, file, 2**20)
+        os.replace(upload, at)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         at = Path(self._strip_protocol(path))
@@ -81,20 +88,21 @@ class Upload(AbstractBufferedFile):
 
     def _initiate_upload(self) -> None:
         ObjectStore.request("begin", self.path)
-        self.parts: list[bytes] = []
+        self.parts = tempfile.TemporaryFile()  # noqa: SIM115 - of gigabytes, so not in memory
 
     def _upload_chunk(self, final: bool = False) -> bool:
-        part = self.buffer.getvalue()
-        ObjectStore.request("part", self.path, len(part))
-        self.parts.append(part)
+        ObjectStore.request("part", self.path, len(self.buffer.getbuffer()))
+        self.parts.write(self.buffer.getbuffer())
         if final:
             ObjectStore.request("complete", self.path)
-            self.fs._put(Path(self.path), self.parts)
+            self.parts.seek(0)
+            self.fs.put(self.path, self.parts)
+            self.parts.close()
         return True
 
     def discard(self) -> None:
         ObjectStore.request("discard", self.path)
-        self.parts = []
+        self.parts.close()
 
 
 fsspec.register_implementation("objects", ObjectStore, clobber=True)
