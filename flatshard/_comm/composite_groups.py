@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from flatshard._comm.process_groups import members_of
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.runtime import Runtime
 
@@ -42,8 +43,8 @@ class ExpertRanks(RankGroup):
     @classmethod
     def within(cls, runtime: Runtime, around: Runtime) -> ExpertRanks | None:
         """Return the ranks, or None unless ``runtime`` has some ranks of ``around``, and no others."""
-        ours, others = (set(dist.get_process_group_ranks(each.group)) for each in (runtime, around))
-        return cls(runtime, around) if ours < others else None
+        ours, others = (set(members_of(each.group).ranks) for each in (runtime, around))  # empty: all
+        return cls(runtime, around) if ours and (not others or ours < others) else None
 
     @property
     def ranks_around(self) -> list[int]:

@@ -22,10 +22,11 @@ from flatshard._composable.find import units_of_parameters
 from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig, unit_config
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
 from flatshard.planning._arguments import check_arguments, device_type
+from flatshard.planning._axes import RanksChoice, choose_ranks
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import META, LossChoice, Program, StepOptions
 from flatshard.planning._records import PlannedCollective, Ranks
@@ -47,6 +48,7 @@ def plan_step(
     reshard_after_forward: bool | int | None = None,
     layout: LayoutChoice = None,
     static_buffers: bool = False,
+    shard_mesh_fn: RanksChoice = None,
     recompute: bool = False,
     widens: bool | None = None,
     optimizer: OptimizerChoice = None,
@@ -81,6 +83,9 @@ def plan_step(
         policy, mixed_precision, cpu_offload, ignored_states, backward_prefetch, forward_prefetch: as for :func:`fully_shard`.
         prefetch_limit_bytes, reshard_after_forward, layout, static_buffers, recompute: the same. With collectives that have
             an ``allocate``, pass ``static_buffers=True``.
+        shard_mesh_fn: as for :func:`fully_shard`. In place of a mesh it may return its shape, a number of ranks:
+            ``lambda fqn, param: 8 if "experts" in fqn else None``. The module has the experts of one rank, as DTensors or as
+            plain parameters of their local shapes. Ranks with the same shard are consecutive, as in a mesh ``("dp", "ep")``.
         world_size: the number of ranks. For hybrid strategies it may be (replicas, ranks to shard over), like the shape of a
             2-D mesh. With a single number they shard within a node of ``ranks_per_node``.
         strategy: as for :func:`fully_shard`.
@@ -110,7 +115,7 @@ def plan_step(
 
     Raises:
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
-        NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
+        NotImplementedError: not supported here: tensor subclasses other than DTensors, and collectives of single units.
     """
     check_arguments("plan_step", locals())
     given = locals() | {"device": device_type(device)}
@@ -129,6 +134,7 @@ def plan_step(
     check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
     check(choice, activations)
+    choose_ranks(choice.planned, ranks)
     others = _alternatives(choice, ranks, ranks_per_node) if compare else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fully_shard itself will warn
@@ -164,17 +170,15 @@ def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
     """
     check_parameters(choice.planned, META, None)
     for owned in (owned for unit in choice.planned for owned in unit.owned):
-        if wrapping_of(owned.param) is not None:
+        if is_wrapper(owned.param):
             raise NotImplementedError(
-                f"plan_step: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses cannot be "
-                "planned. Plan the model with plain parameters of the sizes that this rank has"
+                f"plan_step: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses other than "
+                "DTensors cannot be planned. Plan the model with plain parameters of the sizes that this rank has"
             )
-    for name, why in (
-        ("collectives", "only the built-in ones can be planned"),
-        ("shard_mesh_fn", "there are no meshes to plan with"),
-    ):
-        if any(getattr(config, name) is not None for config in choice.configs):
-            raise NotImplementedError(f"plan_step: the policy overrides {name} for a unit, but {why}")
+    if any(config.collectives is not None for config in choice.configs):
+        raise NotImplementedError(
+            "plan_step: the policy overrides collectives for a unit, but only the built-in ones can be planned"
+        )
     names = [unit.fqn for unit in choice.planned]
     if isinstance(activations, Mapping) and (odd := [n for n in activations if n not in names]):
         raise ValueError(f"plan_step: activations has {odd[0]!r}, which is not a unit; the units are {names}")
@@ -188,6 +192,9 @@ def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Cho
     elif ranks.total > per_node and ranks.total % per_node == 0:
         over[ShardingStrategy.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
     del over[choice.strategy]
+    if any(len(unit.groups) > 1 for unit in choice.planned):  # ``shard_mesh_fn`` chose for this kind of strategy
+        kinds = choice.strategy.is_hybrid, False, False
+        over = {s: each for s, each in over.items() if (s.is_hybrid, s.is_whole, s.joins_axes) == kinds}
     return [(changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
 
 
@@ -210,8 +217,10 @@ def plan_of(program: Program, others: tuple[StepPlan, ...] = ()) -> StepPlan:
     issued = {unit.fqn: [c for c in collectives if c.unit == unit.fqn] for unit in program.units}
     described = zip(program.units, describe(program.root).units, strict=True)
     flops = program.recorder.flops
+    others_send = program.dtensor_groups.names
     units = tuple(
-        _unit_plan(unit, of_unit, issued[unit.fqn], program.states, flops[unit.fqn]) for unit, of_unit in described
+        _unit_plan(unit, of_unit, issued[unit.fqn], others_send, program.states, flops[unit.fqn])
+        for unit, of_unit in described
     )
     return StepPlan(
         module=type(program.root).__name__,
@@ -224,7 +233,7 @@ def plan_of(program: Program, others: tuple[StepPlan, ...] = ()) -> StepPlan:
         flops=flops.total() if recorded else None,
         others=others,
         warnings=tuple(_warnings(program, units)),
-        assumptions=tuple(_assumptions(program.options)),
+        assumptions=tuple(_assumptions(program)),
     )
 
 
@@ -232,6 +241,7 @@ def _unit_plan(
     unit: Unit,
     described: UnitDescription,
     issued: Sequence[PlannedCollective],
+    others_send: set[str],
     states: Mapping[nn.Parameter, int],
     flops: int,
 ) -> UnitPlan:
@@ -240,7 +250,8 @@ def _unit_plan(
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [g for g in unit.handle.gradients.flats if g.is_reduced and any(g.flat.requires_grad)]
     outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.is_whole]
-    inputs = [c.nbytes for c in issued if c.kind == ("reduce-scatter" if outputs else "all-reduce")]
+    kind = "reduce-scatter" if outputs else "all-reduce"
+    inputs = [c.nbytes for c in issued if c.kind == kind and c.group not in others_send]
     return UnitPlan(
         **vars(described),
         shard_nbytes=sum(f.shard.nbytes for f in flats),
@@ -285,8 +296,9 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
     return found
 
 
-def _assumptions(options: StepOptions) -> list[str]:
+def _assumptions(program: Program) -> list[str]:
     """Return the assumptions behind the numbers."""
+    options, own = program.options, {groups for unit in program.choice.planned for groups in unit.groups[1:]}
     recorded = options.example_inputs is not None
     given = "as passed to plan" if options.activations else "not known, and not counted"
     reduced = "all but the last under no_sync" if options.no_sync else "each one reduced"
@@ -295,6 +307,10 @@ def _assumptions(options: StepOptions) -> list[str]:
         "order, operations and activations recorded on the meta device": recorded,
         "modules run one after the other, in the order of registration; every trainable parameter is used": not recorded,
         f"activations: {given}": not recorded,
+        "parameters on other ranks (shard_mesh_fn): counted as this rank's groups have them": bool(own),
+        "what DTensors send in the model's operations is not known, and not counted": (
+            bool(program.dtensor_groups.names) and not recorded
+        ),
         f"{options.microbatches} microbatches, {reduced}": options.microbatches > 1,
         "no optimizer was given: no state": options.optimizer is None,
     }

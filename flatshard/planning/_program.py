@@ -39,13 +39,14 @@ from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit, unit_of
+from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._handle.unit_ranks import Runtimes
 from flatshard._handle.unsharded import Pools
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._turns import by_unit, in_turns
 from flatshard.planning._attention import attention_as_on
+from flatshard.planning._axes import DTensorGroups
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
 from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Recorder, RecordingCollectives
 from flatshard.planning._records import Ranks
@@ -101,7 +102,8 @@ class Program:
         memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
         self.recorder = Recorder()
-        self.books = Books(self.recorder, made or MadeOnce(options.device))
+        self.dtensor_groups = DTensorGroups(module.parameters())
+        self.books = Books(self.recorder, made or MadeOnce(options.device), self.dtensor_groups)
         with self.books:
             self.units = self._sharded()
         self.inputs = self._on_meta(options.example_inputs)  # which a loop over batches keeps through the step
@@ -116,10 +118,12 @@ class Program:
             self.books.track([flat.shard], "shards")
             if not flat.unsharded.is_alias:
                 flat.unsharded.use_buffers(counted)
-        self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")
-        copies = ((param, memo[id(param)]) for param in module.parameters())
+        self.books.track(map(local_tensor, (*self.root.buffers(), *self.choice.ignored_params)), "others")
+        copies = zip(module.parameters(), self.root.parameters(), strict=True)
         # The trainable sharded parameters, by the parameters of the original module.
-        self.params = {p: c for p, c in copies if c.requires_grad and shard_info(c) is not None}
+        self.params: dict[nn.Parameter, Any] = {
+            p: c for p, c in copies if c.requires_grad and shard_info(c) is not None
+        }
 
     def _sharded(self) -> list[Unit]:
         """Shard the copy as ``fully_shard`` does, on the rank that has most elements. Returns its units."""
@@ -143,7 +147,13 @@ class Program:
             shards, replicas = MeshRuntime(every, *axes), None
         for size in sorted({size for config in choice.configs if (size := config.subgroup_size) is not None}):
             add_subgroup(shards, runtime("inner", rank % size, size))
-        runtimes: Runtimes = {None: (shards, replicas)}
+        runtimes: dict[Any, tuple[Runtime, Runtime | None]] = {None: (shards, replicas)}
+        every_groups: list[Any] = [groups for unit in choice.planned for groups in unit.groups[1:]]
+        for own, copies in dict.fromkeys(every_groups):  # each a ``PlannedGroup``
+            runtimes[own, copies] = (
+                runtime(own.name, shard_of(rank, self.parts, own.ranks), own.ranks),
+                None if copies is None else runtime(copies.name, 0, copies.ranks),
+            )
         made = build(
             choice, context_over(every, *runtimes.values()), every, runtimes, Pools(), prepare=lambda unit: None
         )
@@ -318,7 +328,7 @@ class _ObservedUnit(ForwardFeature):
 
 def _arrive(books: Books, param: Tensor) -> None:
     if param.grad is not None:
-        books.track([param.grad], "arriving")
+        books.track([local_tensor(param.grad)], "arriving")
         books.look()
 
 
@@ -363,9 +373,9 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor, saved: Tensor | None) -> Tensor:
-        ctx.gradient = functools.partial(
-            torch.empty_strided, param.shape, param.stride(), dtype=param.dtype, device=META
-        )
+        plain, parallel = local_tensor(param), TensorParallel.of(param)
+        empty = functools.partial(torch.empty_strided, plain.shape, plain.stride(), dtype=plain.dtype, device=META)
+        ctx.gradient = empty if parallel is None else lambda: parallel.wrap(empty())
         ctx.save_for_backward(saved)
         return x.new_empty(0)
 
@@ -392,7 +402,9 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if id(tensor) not in memo:
-            if tensor.layout is torch.strided and tensor.is_contiguous():  # without torch's Python of ``empty_like``
+            if (parallel := TensorParallel.of(tensor)) is not None:
+                made = parallel.wrap(torch.empty_like(local_tensor(tensor), device=META))
+            elif tensor.layout is torch.strided and tensor.is_contiguous():  # without torch's Python of ``empty_like``
                 made = torch.empty(tensor.shape, dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
             else:
                 made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
@@ -402,6 +414,11 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
                 made.__dict__.update(tensor.__dict__)
             memo[id(tensor)] = made
     return memo
+
+
+def shard_of(rank: int, ranks: int, shards: int) -> int:
+    """Return the number of the shard on ``rank``, where consecutive ``ranks`` have the same of fewer ``shards``."""
+    return min(rank // max(1, ranks // shards), shards - 1)
 
 
 class RankNumels(NamedTuple):
@@ -420,14 +437,15 @@ def _rank_numels(choice: Choice, shards: int, device: str) -> RankNumels:
     for unit, flat in ((each, flat) for each in choice.planned for flat in plan_flats(each, shards, loads)):
         layout = flat.layout
         is_offloaded = unit.config.cpu_offload.offload_params and device != "cpu"
+        alike = max(1, shards // layout.world_size)  # consecutive ranks with the same shard: see ``shard_of``
         for info in (info for info in layout.params if info.numel):
             for first, end, numel in _ranges(info.start, info.stop, layout.shard_numel):
                 largest = max(largest, 0 if is_offloaded else numel)
-                if layout.world_size < shards:
+                if layout.world_size == 1:
                     on_all += numel
                 else:
-                    changes[first] += numel
-                    changes[end] -= numel
+                    changes[first * alike] += numel
+                    changes[end * alike] -= numel
     ranks = sorted(changes)
     numels = list(itertools.accumulate(changes[rank] for rank in ranks))
     mean = on_all + sum(n * (end - rank) for n, rank, end in zip(numels, ranks, ranks[1:], strict=False)) / shards

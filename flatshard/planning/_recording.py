@@ -34,6 +34,7 @@ from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, reduction, unsharded
 from flatshard._handle.unsharded import FlatBuffer
+from flatshard.planning._axes import DTensorGroups
 from flatshard.planning._on_meta import computed
 from flatshard.planning._records import CATEGORIES, Memory, MemoryPair, PlannedCollective, Sample
 from flatshard.planning._values import Values
@@ -101,7 +102,7 @@ class _LiveStorage(NamedTuple):
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records the memory and floating-point operations of all operations. [Note: What is counted]"""
 
-    def __init__(self, recorder: Recorder, made: MadeOnce) -> None:
+    def __init__(self, recorder: Recorder, made: MadeOnce, dtensor_groups: DTensorGroups | None = None) -> None:
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +112,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nbytes = (dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0))
         self._storages: dict[int, _LiveStorage] = {}  # by id
         self._has_changed, self._looked_at = True, ("", "")  # since ``look`` was last called, and where that was
-        self._made = made
+        self._made, self._dtensor_groups = made, dtensor_groups or DTensorGroups(())
         self.values = Values()
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
@@ -168,6 +169,8 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and any(hasattr(each, "_local_tensor") for each in types):
+            return NotImplemented  # a DTensor computes with its local tensors, which come here
         if func is _LOCAL_SCALAR and _category(frames.of_caller(1)) != "activations":
             return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
         result = self.values.call(func, args, kwargs, functools.partial(self._made, func, args, kwargs))
@@ -180,6 +183,11 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.recorder.is_recording:
             if (formula := self._flops_of.get(func._overloadpacket)) is not None:
                 self.recorder.flops[self.recorder.unit] += self._made.flops(formula, args, kwargs, result)
+            if (sent := self._dtensor_groups.collective(func, args, result)) is not None:
+                kind, nbytes, (name, ranks) = sent
+                self.recorder.collectives.append(
+                    PlannedCollective(kind, self.recorder.unit, self.recorder.phase, nbytes, ranks, name)
+                )
             self.look()
         return result
 
@@ -390,6 +398,7 @@ class RecordingCollectives(BuiltinCollectives):
     """The collectives of one rank of a group that does not exist. They send nothing, and record each call."""
 
     out_of_place = True
+    group_name = ""  # ``group`` is this object
 
     def __init__(self, books: Books, name: str, rank: int, size: int, widens: bool, receives: bool = False) -> None:
         """``name``: see ``PlannedCollective.group``. ``receives``: a reduction receives into memory of its own."""
@@ -427,7 +436,7 @@ class RecordingCollectives(BuiltinCollectives):
         return _Received(self._issue("reduce-scatter", input, self._name, label), received)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
-        return self._issue("all-reduce", tensor, "replicas", label)
+        return self._issue("all-reduce", tensor, "replicas" if self._name == "shards" else self._name, label)
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """See :class:`BuiltinCollectives`."""

@@ -38,12 +38,16 @@ class PlannedCollective:
         gathered = sum(c.nbytes for c in plan.collectives if c.kind == "all-gather")
     """
 
-    kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
+    kind: str  # "all-gather", "reduce-scatter" or "all-reduce"; of a DTensor also "all-to-all"
     unit: str  # FQN
     phase: str  # "forward" or "backward"
     nbytes: int  # of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
     ranks: int  # of its group
-    group: str  # "shards", "inner" (the smaller group that a unit reshards to, or an axis), "outer" or "replicas"
+    group: str
+    """Name: "shards", "inner" (the smaller group that a unit reshards to, or an axis), "outer" or "replicas".
+
+    For parameters that ``shard_mesh_fn`` puts on other ranks, and for DTensors, the name of a mesh's dimension, or "8 ranks".
+    """
 
     @property
     def sent_nbytes(self) -> int:

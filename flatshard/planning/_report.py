@@ -118,6 +118,7 @@ class StepPlan:
         sections = {
             "units (bytes on a rank, of a step; units that are alike share a line)": _unit_table(self.units),
             "memory on a rank": _memory_table(self),
+            "collectives by group of ranks": _group_table(self.collectives),
             "strategies": _strategy_table(self.strategies),
             "warnings": _bullets(self.warnings),
             "assumptions": _bullets(self.assumptions),
@@ -187,6 +188,19 @@ def _memory_table(plan: StepPlan) -> list[str]:
         if any(sizes) or name == "total":
             rows.append(["all" if name == "total" else name, *map(in_bytes, sizes)])
     return [*table(rows), f"the peak is in {peak.phase}, at unit {peak.unit or '<root>'}"]
+
+
+def _group_table(collectives: Iterable[PlannedCollective]) -> list[str]:
+    by_group: dict[tuple[str, int, str], list[PlannedCollective]] = {}
+    for each in collectives:
+        by_group.setdefault((each.group, each.ranks, each.kind), []).append(each)
+    if len({name for name, *_ in by_group}) < 2:
+        return []
+    rows = [["group", "ranks", "collective", "number", "bytes", "sent"]]
+    for (name, ranks, kind), issued in sorted(by_group.items()):
+        sizes = in_bytes(sum(c.nbytes for c in issued)), in_bytes(sum(c.sent_nbytes for c in issued))
+        rows.append([name, f"{ranks:,}", kind, f"{len(issued):,}", *sizes])
+    return table(rows, left=1)
 
 
 def _strategy_table(plans: Sequence[StepPlan]) -> list[str]:

@@ -2,17 +2,13 @@
 
 import functools
 import gc
-import math
-import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from counting import Wire, storages
 from encoded import Linear8
 from live_steps import measured
 from models import SMALL_WIDTH, WIDTH
@@ -20,23 +16,15 @@ from models import NormBlock as Block
 from models import NormNet as Net
 from no_communication import NoCommunication
 from on_ranks import ranks
-from pairs import all_pairs, some
+from planned_steps import LOW, check, choices, plan_without_receiving
 from recording import sent_bytes
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan_step
+from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, fully_shard, plan_step
 from flatshard._base.torch_versions import VERSION
-from flatshard._composable import autograd_hooks
-from flatshard._composable.find import units_below
-from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Layout, Rows, Whole
-from flatshard.planning import Memory, _plan
 from flatshard.planning._recording import Books, MadeOnce, Recorder
 from flatshard.planning._search import copied_nbytes
 
@@ -45,157 +33,7 @@ OPTIM, JOINED = ShardingStrategy.SHARD_OPTIM, ShardingStrategy.HYBRID_FULL_SHARD
 STRATEGIES = (FULL, GRAD_OP, NO_SHARD, OPTIM)
 BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 PURE = MixedPrecision(torch.bfloat16)
-LOW = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 KEPT = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, keep_cast_shard=True)
-
-
-# -- Counting ---------------------------------------------------------------------------------------------------------
-
-
-class Counted(TorchDispatchMode):
-    """A mode that records a model's memory, with its optimizer's, at the operation where ``Memory.held`` is highest."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__()
-        self.flats = [(g.flat, g, u) for u in units_below(model) for g in u.handle.gradients.flats]
-        self.handles = [u.handle for u in units_below(model)]
-        self.optimizer = optimizer
-        self.peak = 0
-        self.of: Memory | None = None
-
-    def held(self, *more: Tensor) -> Memory:
-        shards = storages(b.shard for b, _, _ in self.flats)
-        gradients = storages(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
-        unsharded = storages(b.unsharded.flat for b, _, _ in self.flats if not b.unsharded.is_alias)
-        unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
-        reducing = [
-            t for _, g, _ in self.flats for t in (g.input and g.input.flat, g.reduction and g.reduction._output)
-        ]
-        reductions = storages(t for t in reducing if t is not None)
-        arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.params if c.grad is not None)
-        for at in gradients:
-            reductions.pop(at, None)
-        known = shards | gradients | unsharded | reductions | arriving
-        arriving |= {at: n for at, n in storages(more).items() if at not in known}
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        state = sum(t.numel() * t.itemsize for s in states for t in s.values() if isinstance(t, Tensor))
-        sizes = [sum(d.values()) for d in (shards, gradients, unsharded, reductions, arriving)]
-        return Memory(sizes[0], sizes[1], state, sizes[2], sizes[3], sizes[4])
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        files = ("gradients.py", "reduction.py", "unsharded.py", "kept_shards.py")
-        more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
-        self.look(*(t for t in more if isinstance(t, Tensor) and t.dim()))  # in transit: gradients, inner shards
-        return result
-
-    def look(self, *more: Tensor) -> None:
-        held = self.held(*more)
-        if held.held > self.peak:
-            self.peak, self.of = held.held, held
-
-
-def _caller() -> str:
-    """Return the file of this package that called an operation."""
-    frame = sys._getframe(2)
-    packages = ("_handle", "_composable", "features")
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in packages:
-        frame = frame.f_back
-    return Path(frame.f_code.co_filename).name
-
-
-def check(
-    world: Callable[[int], None],
-    make: Callable[[], nn.Module] = Net,
-    size: int | tuple[int, int] = 8,
-    policy: Any = Block,
-    microbatches: int = 1,
-    no_sync: bool = False,
-    x: Tensor | None = None,
-    freeze: Callable[[nn.Module], None] = lambda model: None,
-    example_inputs: Any = None,
-    **options: Any,
-) -> None:
-    """Plan, build, train, count and compare: all numbers are equal to the byte."""
-    x = torch.ones(2, 3) if x is None else x
-    # AdamW needs gradients in the parameters' dtype.
-    optimizer_class = torch.optim.SGD if options.get("mixed_precision") is LOW else torch.optim.AdamW
-    with torch.device("meta"):
-        on_meta = make()
-    freeze(on_meta)
-    predicted = plan_step(
-        on_meta,
-        policy=policy,
-        world_size=size,
-        optimizer=optimizer_class,
-        microbatches=microbatches,
-        no_sync=no_sync,
-        example_inputs=example_inputs,
-        compare=False,
-        device="cpu",
-        **options,
-    )
-    world(math.prod(size) if isinstance(size, tuple) else size)
-    model = make()
-    freeze(model)
-    mesh = init_device_mesh("cpu", size) if isinstance(size, tuple) else None
-    wire = Wire(widens=True)  # as for gloo
-    fully_shard(model, policy=policy, device_mesh=mesh, collectives=wire.factory, **options)
-    shown = [
-        [(u.fqn, u.module, u.strategy, u.flats) for u in units] for units in (predicted.units, describe(model).units)
-    ]
-    assert shown[0] == shown[1]
-    optimizer = optimizer_class([p for p in model.parameters() if p.requires_grad])
-
-    def step() -> None:
-        for number in range(microbatches):
-            with flatshard.no_sync(model) if no_sync and number < microbatches - 1 else torch.enable_grad():
-                model(x).sum().backward()
-
-    for _ in range(3):
-        step()
-        optimizer.step()
-        optimizer.zero_grad()
-    del wire.sent[:]
-    counted = Counted(model, optimizer)
-    between = counted.held()
-
-    def look_first(owner: Any, name: str) -> None:
-        method = getattr(owner, name)
-
-        def look_and_go_on(self: Any, *args: Any) -> Any:
-            counted.look()  # autograd has made a gradient without an operation
-            return method(self, *args)
-
-        patch.setattr(owner, name, look_and_go_on)
-
-    with pytest.MonkeyPatch.context() as patch, counted:
-        for owner, name in (
-            (UnitGradients, "receive"),
-            (ReductionQueue, "finish_previous"),
-            (autograd_hooks, "may_get_more"),  # asked when all gradients of a unit have come
-        ):
-            look_first(owner, name)
-        step()
-        counted.look()
-    planned = [(c.kind, c.nbytes) for c in predicted.collectives]
-    assert wire.sent == planned
-    assert between.shards == predicted.between_steps.shards == describe(model).shard_nbytes
-    pools = {id(f.ranks.pool): f.ranks.pool for u in units_below(model) for f in u.handle.flats}
-    if options.get("static_buffers"):  # allocated once, and kept between steps
-        kept = predicted.between_steps.unsharded + predicted.between_steps.reductions
-        assert kept == sum(pool.nbytes for pool in pools.values())
-        return
-    state = predicted.between_steps.optimizer - between.optimizer  # the fullest rank has more than this one
-    assert state == 0 if options.get("layout") is None else state >= 0
-    grads = sum(u.gradient_nbytes for u in predicted.units) - counted.held().gradients
-    assert grads >= 0
-    counted.peak += state
-    # If this rank has only padding of a unit, it drops the gradient shard at once.
-    most = 0 if options.get("layout") is None else grads
-    if isinstance(size, tuple) and options["strategy"].joins_axes:  # between the two halves of a reduction
-        most = max(f.padded_numel * f.reduce_dtype.itemsize for u in predicted.units for f in u.flats) // size[1]
-    assert 0 <= predicted.peak.nbytes - counted.peak <= most, (counted.of, predicted.peak)
 
 
 class Mixed(Block):
@@ -275,11 +113,6 @@ def of_kinds(module: nn.Module) -> Any:
     return isinstance(module, Block) and {"reshard_after_forward": False, "layout": Rows()}
 
 
-def choices(count: int, **values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return arguments of :func:`check` that cover some pairs of these values."""
-    return [dict(zip(values, row, strict=True)) for row in some(all_pairs(*values.values()), count)]
-
-
 X, TOKENS = torch.ones(2, 3), torch.tensor([[1, 2], [3, 4]])
 NARROW = functools.partial(Net, width=SMALL_WIDTH)
 PREFETCHES = (None, *BackwardPrefetch)
@@ -317,14 +150,7 @@ STEPS: dict[str, list[dict[str, Any]]] = {
     "options", [pytest.param(row, id=f"{name}-{i}") for name, rows in STEPS.items() for i, row in enumerate(rows)]
 )
 def test_a_step_is_as_planned(world, options, monkeypatch):
-    """Ranks are simulated by a fake group, which receives nothing."""
-
-    class NotReceiving(_plan.StepOptions):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            object.__setattr__(self, "receives", False)
-
-    monkeypatch.setattr(_plan, "StepOptions", NotReceiving)
+    plan_without_receiving(monkeypatch)
     check(world, **options)
 
 
@@ -576,7 +402,7 @@ def test_errors(world):
         (TypeError, "optimizer must be an optimizer on the model's parameters", {"optimizer": "adam"}),
         (ValueError, "that the plan does not shard", {"optimizer": other}),
         (TypeError, "fully_shard takes an nn.Module", {"module": 3}),
-        (NotImplementedError, "'weight' is a Weight, and tensor subclasses cannot be planned", {"module": Linear8()}),
+        (NotImplementedError, "'weight' is a Weight, and tensor subclasses other than DTensors", {"module": Linear8()}),
         (NotImplementedError, "the policy overrides collectives", {"module": adapted, "policy": silent}),
     ):
         with pytest.raises(error, match=message):

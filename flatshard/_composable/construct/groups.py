@@ -89,10 +89,6 @@ def choose_meshes(units: Iterable[PlannedUnit], groups: Groups) -> None:
         config = unit.config
         if config.shard_mesh_fn is None:
             continue
-        if config.strategy.joins_axes:
-            raise ValueError(
-                f"shard_mesh_fn: not with {config.strategy}, which shards over both axes of one mesh: omit it"
-            )
         for owned in unit.owned:
             mesh = config.shard_mesh_fn(owned.fqn, owned.param)
             if mesh is None:
@@ -102,20 +98,15 @@ def choose_meshes(units: Iterable[PlannedUnit], groups: Groups) -> None:
             except (TypeError, ValueError) as e:
                 raise type(e)(f"shard_mesh_fn for parameter {owned.fqn!r}: {e}") from None
             if chosen != groups:
-                _check_mesh_choice(unit, owned.fqn, chosen, groups)
+                check_mesh_choice(unit, owned.fqn)
+                _check_replicas(owned.fqn, chosen, groups)
                 owned.groups = chosen
                 if chosen not in unit.groups:
                     unit.groups.append(chosen)
 
 
-def _check_mesh_choice(unit: PlannedUnit, fqn: str, chosen: Groups, groups: Groups) -> None:
-    """Raise if parameter ``fqn`` cannot be sharded over ``chosen`` while the rest of its unit is over ``groups``."""
-    config, size = unit.config, unit.config.reshard_after_forward
-    if config.strategy.is_whole:
-        raise ValueError(
-            f"shard_mesh_fn shards parameter {fqn!r} over another mesh, but strategy is {config.strategy}, which shards "
-            "nothing: use FULL_SHARD, or SHARD_GRAD_OP"
-        )
+def _check_replicas(fqn: str, chosen: Groups, groups: Groups) -> None:
+    """Raise if ``chosen`` replicates ``fqn`` over ranks that the rest of its unit, on ``groups``, is sharded over."""
     if chosen[1] is not None:
         twice = set(dist.get_process_group_ranks(groups[0])) & set(dist.get_process_group_ranks(chosen[1]))
         if len(twice) > 1:
@@ -123,6 +114,18 @@ def _check_mesh_choice(unit: PlannedUnit, fqn: str, chosen: Groups, groups: Grou
                 f"shard_mesh_fn replicates parameter {fqn!r} over ranks {sorted(twice)}, over which the rest of the unit is "
                 "sharded: choose a mesh whose first dimension has only one of these ranks"
             )
+
+
+def check_mesh_choice(unit: PlannedUnit, fqn: str) -> None:
+    """Raise if parameter ``fqn`` cannot be sharded over other ranks than the rest of its unit."""
+    config, size = unit.config, unit.config.reshard_after_forward
+    if config.strategy.joins_axes:
+        raise ValueError(f"shard_mesh_fn: not with {config.strategy}, which shards over both axes of one mesh: omit it")
+    if config.strategy.is_whole:
+        raise ValueError(
+            f"shard_mesh_fn shards parameter {fqn!r} over another mesh, but strategy is {config.strategy}, which shards "
+            "nothing: use FULL_SHARD, or SHARD_GRAD_OP"
+        )
     if size is not None and not isinstance(size, bool):
         raise ValueError(
             f"shard_mesh_fn shards parameter {fqn!r} over other ranks than the rest of unit {unit.fqn or '<root>'!r}, whose "

@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from flatshard._base.config import CPUOffload, MixedPrecision
@@ -83,7 +82,7 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
     """
     config = unit.config
     is_sharded = not config.strategy.is_whole
-    sizes = {groups: world_size if groups is None else dist.get_world_size(groups[0]) for groups in unit.groups}
+    sizes = {groups: world_size if groups is None else groups[0].size() for groups in unit.groups}
     found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions, bool], list[_Member]] = {}
     copied = _copied(unit.owned)
     wrappings = [wrapping_of(owned.param) for owned in unit.owned]

@@ -102,6 +102,8 @@ class TensorParallel(Wrapping):
 
     def norm_runtime(self, runtime: RankGroup | None, device: torch.device) -> RankGroup | None:
         """See ``Wrapping``."""
+        if device.type == "meta":  # in a plan, which has no norms
+            return runtime
         sharded = [
             self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard() and self.mesh.size(i) > 1
         ]
