@@ -236,7 +236,10 @@ RULES = [
     Rule(r"\bhandle\.reshard\(", "_composable.state"),  # `Unit.release`, for a reason: claims.py, [Note: Freeing]
     Rule(r"\bresize_\b", "_handle.unsharded"),  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
-    Rule(r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|round_up|pack)\b", "_composable.construct.layout_plan layouts.packing"),
+    Rule(
+        r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|LITTLE_PADDING|round_up|pack)\b",
+        "_composable.construct.layout_plan layouts.packing",
+    ),
     Rule(r"\b(environ|getenv|putenv)\b", "_base.environment env"),  # the report shows it
     Rule(r"\b__version__\b", "_base.torch_versions _base.version env _"),
     Rule(rf"\b({FRAMES})\b", "_base.frames"),
