@@ -18,23 +18,16 @@ import checkout  # noqa: F401
 import torch.distributed as dist
 from contenders import SHARDED, Setting, numel
 from gpt import Block
-from step_time import ALONE, FLOOR, GLOO, Used, config, contender
-from suite import OURS, Benchmark, Table, by_column, interleaved, over, progress, spread
+from step_time import ALONE, FLOOR, GLOO, column, config
+from suite import OURS, Benchmark, Table, by_column, progress
 
 TARGETS = {"time": 0.30}
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
     progress("small steps")
-    names = [*SHARDED, GLOO, ALONE, "DDP", FLOOR]
-    used = {name: Used() for name in names}
-    steps = {name: contender(name, args, Setting(Block), used[name]) for name in names}
-    times = interleaved(steps, args.rounds, warm_up=5)
-    columns = {
-        "time": {name: over(series, times["FSDP2"]) for name, series in times.items()},
-        "CPU": {name: over(each.cpu[5:], used["FSDP2"].cpu[5:]) for name, each in used.items()},
-    }
-    milliseconds = spread(1e3 * value for value in times["FSDP2"])
+    found, milliseconds = column([*SHARDED, GLOO, ALONE, "DDP", FLOOR], args, Setting(Block), warm_up=5)
+    columns = dict(zip(("time", "CPU"), found, strict=False))
     return [
         Table(
             "small_steps",

@@ -22,7 +22,7 @@ import argparse
 import gc
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import checkout  # noqa: F401
@@ -85,17 +85,18 @@ def contender(name: str, args: argparse.Namespace, setting: Setting, used: Used)
     return lambda: seconds_of_all(step)
 
 
-def column(args: argparse.Namespace, setting: Setting) -> tuple[list[dict[str, Figure]], Figure]:
+def column(
+    names: Sequence[str], args: argparse.Namespace, setting: Setting, warm_up: int
+) -> tuple[list[dict[str, Figure]], Figure]:
     """Return every contender's ratio to FSDP2 in time and CPU, its page faults, and FSDP2's milliseconds."""
-    more = {EACH: setting.microbatches > 1, ALONE: args.full}
-    names = [*SHARDED, GLOO, "DDP", *(name for name, is_there in more.items() if is_there), FLOOR]
     used = {name: Used() for name in names}
-    times = interleaved({name: contender(name, args, setting, used[name]) for name in names}, args.rounds, warm_up=1)
-    base, base_cpu = times["FSDP2"], used["FSDP2"].cpu[1:]
+    steps = {name: contender(name, args, setting, used[name]) for name in names}
+    times = interleaved(steps, args.rounds, warm_up)
+    base, base_cpu = times["FSDP2"], used["FSDP2"].cpu[warm_up:]
     found = [
         {n: over(series, base) for n, series in times.items()},
-        {n: over(each.cpu[1:], base_cpu) for n, each in used.items()},
-        {n: spread(each.faults[1:]) for n, each in used.items()},
+        {n: over(each.cpu[warm_up:], base_cpu) for n, each in used.items()},
+        {n: spread(each.faults[warm_up:]) for n, each in used.items()},
     ]
     return found, spread(1e3 * value for value in base)
 
@@ -105,7 +106,9 @@ def measure(args: argparse.Namespace) -> list[Table]:
     base = []
     for name, setting in COLUMNS.items():
         progress(f"step time, {name}")
-        found, milliseconds = column(args, setting)
+        more = {EACH: setting.microbatches > 1, ALONE: args.full}
+        names = [*SHARDED, GLOO, "DDP", *(name for name, is_there in more.items() if is_there), FLOOR]
+        found, milliseconds = column(names, args, setting, warm_up=1)
         for columns, figures in zip(kinds, found, strict=True):
             columns[name] = figures
         base.append(f"{name} {milliseconds.text(0)}")
@@ -116,12 +119,12 @@ def measure(args: argparse.Namespace) -> list[Table]:
         f"GPT of {numel(config(args)) / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks; "
         f"medians of {args.rounds} rounds"
     )
-    names = (
+    titles = (
         ("step_time", "step time over FSDP2's"),
         ("step_cpu", "CPU of a step over FSDP2's"),
         ("step_faults", "page faults of a step"),
     )
-    for (name, title), columns in zip(names, kinds, strict=True):
+    for (name, title), columns in zip(titles, kinds, strict=True):
         rows = by_column(columns)
         rows[FLOOR] = rows.pop(FLOOR)  # the last row
         tables.append(Table(name, f"{title}, {what}", floor, rows, digits=0 if name == "step_faults" else 2))

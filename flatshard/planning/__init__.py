@@ -4,7 +4,8 @@ It shards a copy of the module on the meta device, and runs steps. It records th
 
 >>> print(flatshard.plan_step(model, policy={Block}, world_size=64))
 
-``fit_to_memory`` chooses what to give up, so that a step is within a budget.
+``fit_to_memory`` chooses what to give up, so that a step is within a budget. It chooses by the cost of computing and of
+sending, which ``measure_flops_per_byte`` measures.
 """
 
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from flatshard.planning._fitted import Baseline as Baseline
 from flatshard.planning._fitted import MemoryFit as MemoryFit
 from flatshard.planning._fitted import Tradeoff as Tradeoff
 from flatshard.planning._fitted import UnitFit as UnitFit
+from flatshard.planning._measure import measure_flops_per_byte
 from flatshard.planning._plan import plan_step
 from flatshard.planning._records import Memory as Memory
 from flatshard.planning._records import Peak as Peak
@@ -38,4 +40,4 @@ if not TYPE_CHECKING:
         },
     )
 
-__all__ = ["fit_to_memory", "plan_step"]
+__all__ = ["fit_to_memory", "measure_flops_per_byte", "plan_step"]

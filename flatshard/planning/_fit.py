@@ -81,7 +81,7 @@ def fit_to_memory(
             ``fit.optimizer(model.parameters())``. ``optimizer`` must be a class or a function.
         flops_per_byte: how many floating-point operations take as long as to send one byte: what is dear on your machine. It
             decides between gathering again and computing again. The default is that of an accelerator: 400e12 operations
-            and 50e9 bytes a second. A CPU has far fewer.
+            and 50e9 bytes a second. :func:`~flatshard.planning.measure_flops_per_byte` measures it.
 
     Raises:
         ValueError: nothing fits; the message has the least possible peak, and the number of ranks with which it would fit. Or

@@ -281,8 +281,8 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
         have = f"{len(padding)} units ({name_list(padding, 3)}) have" if len(padding) > 1 else f"unit {worst!r} has"
         found.append(
             f"{have} more than {MUCH_PADDING:.0%} padding ({worst!r}: {padding[worst]:.0%}). "
-            "Parameters begin at multiples of 16 bytes and shards are multiples of 128 bytes. So other sizes, few elements "
-            "for many ranks, and layouts by rows or blocks need padding: make larger units"
+            "Parameters begin at multiples of 16 bytes, and each shard has an element at least. So small parameters, few "
+            "elements for many ranks, and layouts by rows or blocks need padding: make larger units"
         )
     most, mean = program.numels.most, program.numels.mean
     if most > (1 + MUCH_IMBALANCE) * mean:

@@ -11,7 +11,14 @@ from collections import Counter
 import pytest
 import torch
 
-from flatshard._composable.construct.layout_plan import PARAM_ALIGNMENT, SHARD_ALIGNMENT, Cut, balanced, plan_layout
+from flatshard._composable.construct.layout_plan import (
+    LITTLE_PADDING,
+    PARAM_ALIGNMENT,
+    SHARD_ALIGNMENT,
+    Cut,
+    balanced,
+    plan_layout,
+)
 from flatshard._handle.layout import FlatLayout, ShardSlice, dense_stride, row_major
 from flatshard.layouts.packing import Piece, pack, round_up
 
@@ -88,6 +95,21 @@ def test_random_plans(cuts_anywhere: bool):
             assert 0 <= padding <= PARAM_ALIGNMENT * len(shapes) + of_rank * world_size, seed
             for slices in by_rank:  # so one split cuts a gradient shard into the parameters' slices
                 assert all(a.stop <= b.start for a, b in itertools.pairwise([p for p in slices if p.numel])), seed
+
+
+@pytest.mark.parametrize("itemsize", ITEMSIZES)
+def test_a_small_unit_stays_small_over_many_ranks(itemsize: int):
+    """Shards end at multiples of 16 bytes only if that takes an eighth of the unit, or 4 KiB. No rank has less than an
+    element."""
+    counts = 48, 255, 257, 4096, 5000, 65536, 10**6, 2**20
+    for world_size, numel in itertools.product(counts, (1, 12, 5000, 49152, 49153, 10**7)):
+        layout = plan([(numel,)], itemsize, world_size)
+        padding, free = layout.padded_numel - numel, max(numel // 8, LITTLE_PADDING // itemsize)
+        assert 0 <= padding <= max(free, world_size - 1), (world_size, numel)
+        if PARAM_ALIGNMENT * world_size <= LITTLE_PADDING:
+            assert layout.shard_numel * itemsize % PARAM_ALIGNMENT == 0, (world_size, numel)
+    sizes = {n: plan([(256, 192)], 2, n).padded_numel for n in (4096, 65536, 2**20)}
+    assert sizes == {4096: 49152, 65536: 65536, 2**20: 2**20}
 
 
 def test_a_dense_stride_is_kept_and_any_other_becomes_row_major():

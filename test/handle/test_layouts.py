@@ -147,6 +147,23 @@ def test_a_policy_overrides_it_for_a_unit(ctx) -> None:
     assert "1.weight  8x8         whole" in text, text
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_small_units_on_a_million_ranks(world, strategy):
+    """A rank holds at most its share of each unit and one element, and a gather at most an element of each rank."""
+    world(2**20)
+    model = nn.Sequential(nn.Linear(1000, 2000), nn.Linear(2000, 8), nn.LayerNorm(8))
+    fully_shard(model, policy={nn.Linear, nn.LayerNorm}, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 1000)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    described = flatshard.describe(model)
+    assert [flat.shard_numel for unit in described.units for flat in unit.flats] == [2, 1, 1]
+    assert [flat.padded_numel for unit in described.units for flat in unit.flats] == [2**21, 2**20, 2**20]
+    assert described.shard_nbytes == 4 * (2 + 1 + 1)
+
+
 def test_choices_that_cannot_be(fake_group):
     for make, match in (
         (lambda: Rows(0), "Rows.multiple=0.*: cuts are between at least 1"),

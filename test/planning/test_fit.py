@@ -8,13 +8,13 @@ import pytest
 import torch
 from live_steps import measured
 from on_ranks import ranks
-from parity import check_parity
+from parity import check_parity, everybody
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import ShardingStrategy, describe, fit_to_memory, fully_shard, plan_step
 from flatshard.optim import OffloadedOptimizer
-from flatshard.planning import _arguments, _fit
+from flatshard.planning import _arguments, _fit, measure_flops_per_byte
 from flatshard.planning._records import Ranks
 from flatshard.planning._search import copied_nbytes
 from flatshard.planning._step import UNTIL_CHANGE, UNTIL_FORWARD, Configuration, Step, UnitChoice
@@ -532,3 +532,20 @@ def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any)
     if name in ("microbatches", "device"):
         with pytest.raises(ValueError, match=f"plan_step: {name}"):
             plan_step(torch.nn.Linear(2, 2), world_size=2, **{name: value})
+
+
+@ranks(1, 3)
+def test_what_sending_costs_is_measured(ctx):
+    """All ranks return one number, which ``fit_to_memory`` takes, and no random numbers are drawn."""
+    if ctx.world_size == 1:
+        with pytest.raises(ValueError, match="has one rank, which sends nothing"):
+            measure_flops_per_byte(ctx.group)
+        return
+    state = torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16):
+        speed = measure_flops_per_byte(ctx.group, "cpu", dtype=dtype)
+        assert type(speed) is float
+        assert 1e-3 < speed < 1e6
+        assert len({*everybody(ctx, speed)}) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert fit_to_memory(on_meta(Gpt), bytes_per_rank="1 GiB", **options("gpt", flops_per_byte=speed)).units

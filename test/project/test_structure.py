@@ -214,10 +214,10 @@ STARTING = """
 _comm.mesh_runtime _comm.runtime _comm.composite_groups _comm.backends _composable.construct.groups _comm.quantized
 _comm.fake_group _composable.features.comm_hooks checkpoint._gathering elastic._exchange
 """
-# Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
+# Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them; to time it.
 GATHERING = """
 _composable.features.encoded_gathers _composable.features.kept_shards _composable.features.full_parameters
-_comm.monitor.monitor debug._replicas
+_comm.monitor.monitor debug._replicas planning._measure
 """
 # New modules, also later; buffers, which belong to no handle.
 BROADCASTING = "_composable.construct.materialize _composable.features.filled_later _composable.features.buffers"
@@ -237,7 +237,10 @@ RULES = [
     Rule(r"\bhandle\.reshard\(", "_composable.state"),  # `Unit.release`, for a reason: claims.py, [Note: Freeing]
     Rule(r"\bresize_\b", "_handle.unsharded"),  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
-    Rule(r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|round_up|pack)\b", "_composable.construct.layout_plan layouts.packing"),
+    Rule(
+        r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|LITTLE_PADDING|round_up|pack)\b",
+        "_composable.construct.layout_plan layouts.packing",
+    ),
     Rule(r"\b(environ|getenv|putenv)\b", "_base.environment env"),  # the report shows it
     Rule(r"\b__version__\b", "_base.torch_versions _base.version env _"),
     Rule(rf"\b({FRAMES})\b", "_base.frames"),
@@ -246,7 +249,7 @@ RULES = [
     Rule(AN_IMPORT + r".*\bcallers\b", ASKING_WHO_CALLS),
     Rule(r"\.(reduce_scatter|all_reduce)\(", STARTING, of=r"(?!_handle\.)"),
     Rule(r"\.all_gather\(", f"{STARTING} {GATHERING}", of=r"(?!_handle\.)"),
-    Rule(r"\.(broadcast_now|all_reduce_now)\(", f"{STARTING} {BROADCASTING}", of=r"(?!_handle\.)"),
+    Rule(r"\.(broadcast_now|all_reduce_now)\(", f"{STARTING} {BROADCASTING} planning._measure", of=r"(?!_handle\.)"),
     Rule(r"\.exchange\(", f"{STARTING} optim._owned elastic._reshard", of=r"(?!_handle\.)"),
     Rule(r"\._parameters\[[^=]*\] \S?= |\bdel .*\._parameters\[|\bregister_parameter\(", "_handle.registrations"),
     Rule(r"\._parameters\.(pop|update|setdefault|clear|popitem|__setitem__|__delitem__)\("),

@@ -6,10 +6,9 @@ import pytest
 import torch
 from models import Gather
 from on_ranks import ranks
-from parity import adamw, step_all
+from parity import adamw, check_same_params, step_all
 from torch import Tensor, nn
 
-import flatshard
 from flatshard import ShardingStrategy, fully_shard
 
 WIDTH, LENGTH, SEQUENCES = 8, 6, 4
@@ -37,6 +36,14 @@ class Attention(nn.Module):
 def make() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention(), Attention(), nn.Linear(WIDTH, 1)).double()
+
+
+def clip_and_step(plain: nn.Module, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Clip and step both, and check that norms and parameters are the same."""
+    norms = [float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (plain, model)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-9)
+    step_all(optimizers)
+    check_same_params(model, plain)
 
 
 def options_of(kind: str, mesh: Any) -> dict[str, Any]:
@@ -67,12 +74,7 @@ def test_sequences_are_cut(ctx, kind: str):
         torch.testing.assert_close(total / 4, whole.detach())
         whole.backward()
         loss.backward()
-        norms = [float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (plain, model)]
-        assert norms[1] == pytest.approx(norms[0], rel=1e-9)
-        step_all(optimizers)
-    with flatshard.summon_full_params(model, writeback=False):
-        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        clip_and_step(plain, model, optimizers)
 
 
 class Placed(Attention):
@@ -115,12 +117,7 @@ def test_sequences_are_cut_by_torch(ctx):
             for block in model[1:3]:
                 block.places = places
             model(mine).square().mean().backward()
-        norms = [float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (plain, model)]
-        assert norms[1] == pytest.approx(norms[0], rel=1e-9)
-        step_all(optimizers)
-    with flatshard.summon_full_params(model, writeback=False):
-        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        clip_and_step(plain, model, optimizers)
     q = torch.zeros(1, 1, length, WIDTH)
     with context_parallel(mesh["cp"], buffers=[q], buffer_seq_dims=[2]), pytest.raises(NotImplementedError):
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)

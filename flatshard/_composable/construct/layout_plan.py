@@ -3,8 +3,10 @@
 [Note: Alignment]
 Every parameter starts at a multiple of 16 bytes, for vectorised kernels. Every shard is a multiple of 128 bytes, or of 16
 if it is smaller than a kilobyte: NCCL has been seen to lose up to 12x of an all-gather's bandwidth when the bytes per
-rank are not a multiple of 16. The cost is at most ``16 * params`` bytes per flat parameter, and an eighth of a shard, or 16
-bytes, per rank. So a small unit stays small over thousands of ranks.
+rank are not a multiple of 16. On thousands of ranks, 16 bytes for each can be many times the unit. A collective of a few
+bytes per rank takes the time of its messages, at any bandwidth. So where the ends of shards would take over an eighth of the
+unit, and over 4 KiB, they are multiples of 8 bytes, 4, 2, or one element. The cost is at most ``16 * params`` bytes per flat
+parameter, and for the ends of shards an eighth of the unit, 4 KiB, or an element per rank, the largest of these.
 
 [Note: A network and its frozen copy]
 A target or a teacher (BYOL, MoCo, DINO) is a frozen copy of a network, and follows it: ``target.lerp_(online, 0.01)`` for
@@ -44,10 +46,11 @@ from flatshard._handle.layout import (
     row_major,
 )
 from flatshard.layouts import Elements, Layout, LayoutChoice, Rows, Whole, excess_padding, layout_for, work_of
-from flatshard.layouts.packing import Piece, pack
+from flatshard.layouts.packing import Piece, pack, round_up
 
 PARAM_ALIGNMENT = 16  # bytes
-SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT
+SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT, or less
+LITTLE_PADDING = 4096  # bytes of a unit after its last parameter that are worth an alignment
 
 Loads = dict[Groups | None, Counter[int]]
 """The work of each rank on uncut parameters so far, for each of the groups that parameters are sharded over."""
@@ -221,14 +224,18 @@ def plan_layout(
     """
     align = max(1, PARAM_ALIGNMENT // itemsize)  # [Note: Alignment]
     numels = [math.prod(shape) for _, shape, _ in params]
-    rounded = [-(-n // align) * align for n in numels]
+    rounded = [round_up(n, align) for n in numels]
     is_small = sum(rounded) * itemsize < 8 * SHARD_ALIGNMENT * world_size
     shard_align = max(1, (PARAM_ALIGNMENT if is_small else SHARD_ALIGNMENT) // itemsize)
     cuts = [Cut()] * len(params) if cuts is None or world_size == 1 else cuts
     if all([cut.block == 1 for cut in cuts]):
         starts = [end - n for end, n in zip(itertools.accumulate(rounded), rounded, strict=True)]
         end = starts[-1] + numels[-1] if starts else 0
-        shard = -(-end // (world_size * shard_align)) * shard_align
+        shard = round_up(-(-end // world_size), shard_align)
+        most = end + max(end // 8, LITTLE_PADDING // itemsize)
+        while shard_align > 1 and shard * world_size > most:
+            shard_align //= 2
+            shard = round_up(-(-end // world_size), shard_align)
     else:
         pieces = [Piece(n, max(1, cut.block)) for n, cut in zip(numels, cuts, strict=True)]
         starts, shard = pack(pieces, world_size, align, shard_align)
