@@ -54,6 +54,7 @@ REFUSALS = {
     "static": r"static_buffers",
     "does not move": r"redistribute: .*(several process groups|have reshard_after_forward=<|do(es)? not move|is transposed)",
     "move busy": r"redistribute: .*(are kept unsharded|hold gradients that are not reduced|is running)",
+    "not used": r"redistribute: parameters got memory by to_empty, and have not been used yet",
     "cut otherwise": "is sharded otherwise than the model",
     "told past a unit": r"unit '.*' .*by a tensor that",
     "part for whole": r"a function of torch took this shard for the full parameter",
@@ -341,6 +342,7 @@ class Runner:
             "other arguments": lambda: twin and twin.shown,
             "static": lambda: self._uses("static_buffers"),
             "replaced inside": lambda: any(t.kept for t in self._alive),
+            "not used": lambda: twin and twin.sharding.start in ("to_empty", "init") and self.program.model.has("island"),
             "cut otherwise": lambda: self.loads_other_cuts,
             "copied unsharded": lambda: twin and (twin.shown or twin.kept or self.interrupted or by_user),
         }

@@ -46,7 +46,7 @@ from flatshard._handle.layout import (
     row_major,
 )
 from flatshard.layouts import Elements, Layout, LayoutChoice, Rows, Whole, excess_padding, layout_for, work_of
-from flatshard.layouts.packing import Piece, pack, round_up
+from flatshard.layouts.packing import Piece, pack
 
 PARAM_ALIGNMENT = 16  # bytes
 SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT, or less
@@ -224,18 +224,18 @@ def plan_layout(
     """
     align = max(1, PARAM_ALIGNMENT // itemsize)  # [Note: Alignment]
     numels = [math.prod(shape) for _, shape, _ in params]
-    rounded = [round_up(n, align) for n in numels]
+    rounded = [-(-n // align) * align for n in numels]
     is_small = sum(rounded) * itemsize < 8 * SHARD_ALIGNMENT * world_size
     shard_align = max(1, (PARAM_ALIGNMENT if is_small else SHARD_ALIGNMENT) // itemsize)
     cuts = [Cut()] * len(params) if cuts is None or world_size == 1 else cuts
     if all([cut.block == 1 for cut in cuts]):
         starts = [end - n for end, n in zip(itertools.accumulate(rounded), rounded, strict=True)]
         end = starts[-1] + numels[-1] if starts else 0
-        shard = round_up(-(-end // world_size), shard_align)
+        shard = -(-end // (world_size * shard_align)) * shard_align
         most = end + max(end // 8, LITTLE_PADDING // itemsize)
         while shard_align > 1 and shard * world_size > most:
             shard_align //= 2
-            shard = round_up(-(-end // world_size), shard_align)
+            shard = -(-end // (world_size * shard_align)) * shard_align
     else:
         pieces = [Piece(n, max(1, cut.block)) for n, cut in zip(numels, cuts, strict=True)]
         starts, shard = pack(pieces, world_size, align, shard_align)
