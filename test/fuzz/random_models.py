@@ -397,6 +397,8 @@ class Tower(Around):
             seen = self.inner(seen)
         elif units_below(self.inner):
             x = flatshard.skip(self.inner, x)
+        elif torch.is_grad_enabled() and any(p.requires_grad for p in self.inner.parameters()):
+            seen.requires_grad_()  # backward comes to `project` on all ranks, though it may be a frozen unit
         return x + self.project(seen)
 
 
