@@ -14,7 +14,17 @@ import functools
 
 import torch
 
-from flatshard._comm.collectives import GATHER, REDUCE, CollectivesFactory, Done, EnsureMemory, Pending
+from flatshard._comm.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    CollectivesFactory,
+    Done,
+    EnsureMemory,
+    Pending,
+)
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding
@@ -68,7 +78,7 @@ class MeshRuntime(Runtime):
         if self.inner.world_size == 1:
             return self.outer.all_gather(output, shard, label, for_backward)
         start = functools.partial(self._gather, output, shard, label, for_backward)
-        return self._issue("all-gather", GATHER, label, start, for_backward=for_backward)
+        return self._issue(ALL_GATHER, GATHER, label, start, for_backward=for_backward)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, for_backward: bool) -> Pending:
         part = self.part(output)
@@ -85,7 +95,7 @@ class MeshRuntime(Runtime):
         if 1 in (self.inner.world_size, self.outer.world_size):
             axis = self.outer if self.inner.world_size == 1 else self.inner
             return axis.reduce_scatter(output, input, label)
-        return self._issue("reduce-scatter", REDUCE, label, functools.partial(self._reduce, output, input, label))
+        return self._issue(REDUCE_SCATTER, REDUCE, label, functools.partial(self._reduce, output, input, label))
 
     def _reduce(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         half = output.new_empty(self.outer.world_size * output.numel())
@@ -96,4 +106,4 @@ class MeshRuntime(Runtime):
         def start() -> Pending:
             return self.then(self.inner.all_reduce(tensor, label), lambda: self.outer.all_reduce(tensor, label))
 
-        return self._issue("all-reduce", REDUCE, label, start)
+        return self._issue(ALL_REDUCE, REDUCE, label, start)

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flatshard._base import trace
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.collectives import NUMBERS, Capabilities, Pending
+from flatshard._comm.collectives import ALL_REDUCE, NUMBERS, Capabilities, Pending
 from flatshard._comm.streams import Streams
 
 _RECENT = 5  # number of collectives that an error lists
@@ -88,7 +88,7 @@ def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int
         f"ranks reduced the gradients of different units together: {units}; rank {rank} those of "
         f"{mine or '<root>'!r}. These gradients are dropped. {SAME_ORDER}."
     )
-    return OutOfStepError("all-reduce", mine, rank, world_size, text)
+    return OutOfStepError(ALL_REDUCE, mine, rank, world_size, text)
 
 
 SAME_ORDER = (

@@ -24,10 +24,13 @@ import torch.distributed as dist
 from flatshard._base.errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
     EXCHANGE,
     GATHER,
     NUMBERS,
     REDUCE,
+    REDUCE_SCATTER,
     Addressed,
     Collectives,
     CollectivesFactory,
@@ -223,14 +226,14 @@ class Runtime(RankGroup):
         """
         options = {} if ensure_output is None else {"ensure_output": ensure_output}
         start = self._prepare(self.collectives.all_gather, label, output, shard, **options)
-        return self._issue("all-gather", GATHER, label, start, for_backward)
+        return self._issue(ALL_GATHER, GATHER, label, start, for_backward)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         start = self._prepare(self.collectives.reduce_scatter, label, output, input)
-        return self._issue("reduce-scatter", REDUCE, label, start)
+        return self._issue(REDUCE_SCATTER, REDUCE, label, start)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label) -> Pending:
-        return self._issue("all-reduce", REDUCE, label, self._prepare(self.collectives.all_reduce, label, tensor))
+        return self._issue(ALL_REDUCE, REDUCE, label, self._prepare(self.collectives.all_reduce, label, tensor))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
@@ -310,9 +313,9 @@ class Runtime(RankGroup):
         """See :class:`RankGroup`."""
         try:
             start = functools.partial(self._builtin.combine, tensor, op)
-            self._issue("all-reduce", NUMBERS, Label(question), start).wait()
+            self._issue(ALL_REDUCE, NUMBERS, Label(question), start).wait()
         except Exception as e:
-            self.fail(f"all-reduce for {question}", "", e)
+            self.fail(f"{ALL_REDUCE} for {question}", "", e)
 
     def fail(self, phase: str, unit: str, error: Exception) -> NoReturn:
         """Raise ``error`` as a :class:`CollectiveError` that names the collective and the unit.

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from flatshard._base import trace
 from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
-from flatshard._comm.collectives import Pending
+from flatshard._comm.collectives import ALL_GATHER, Pending
 from flatshard._comm.progress import ComparedFlat, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Users
@@ -289,10 +289,10 @@ class FlatParamHandle:
                 if runtime.streams is None and not trace.is_profiling():
                     memory.gather(runtime, is_exact, for_backward, instead)
                 else:
-                    with trace.labelled("all_gather", self.fqn, runtime.gathering()):
+                    with trace.labelled(self.ranks.gather_verb, self.fqn, runtime.gathering()):
                         memory.gather(runtime, is_exact, for_backward, instead)
             except Exception as e:
-                runtime.fail("all-gather", self.fqn, e)
+                runtime.fail(ALL_GATHER, self.fqn, e)
         if for_backward:
             for flat in memory.flats:
                 flat.unsharded.close()
@@ -330,7 +330,7 @@ class FlatParamHandle:
         except Exception as e:
             memory.abandon(isinstance(e, OutOfStepError))
             self._free()
-            self.runtime.fail("all-gather", self.fqn, e)
+            self.runtime.fail(ALL_GATHER, self.fqn, e)
         for flat in memory.flats:
             flat.unsharded.open()
         self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)

@@ -26,11 +26,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from flatshard._comm.collectives import REDUCE, Done, Pending
+from flatshard._comm.collectives import ALL_REDUCE, REDUCE, Done, Pending
 from flatshard._comm.progress import Chain, Label, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding, wait_on_host
@@ -103,6 +103,8 @@ class Unused:
 class Reduction:
     """A reduction of one flat parameter's gradients: made when all have arrived, dropped when ``.grad`` is set."""
 
+    _averaged_over: Runtime | None = None  # the replicas, when their all-reduce has been issued
+
     def __init__(
         self,
         flat: FlatParam,
@@ -156,7 +158,13 @@ class Reduction:
             if flat.kind.is_offloaded:
                 self._pending = runtime.then(self._pending, self._copy_to_host)
         except Exception as e:
-            self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
+            self._fail(e)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise ``error`` as that of the collective that was issued last."""
+        ranks, replicas = self.flat.ranks, self._averaged_over
+        runtime, verb = (self._runtime, ranks.reduce_verb) if replicas is None else (replicas, ALL_REDUCE)
+        runtime.fail(verb, ranks.label.unit, error)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or keep it for the next backward to add to."""
@@ -174,6 +182,7 @@ class Reduction:
         if ranks.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
+            self._averaged_over = replicas
             unused.publish(replicas, ranks.label)
             pending = replicas.all_reduce(output, ranks.label)
         else:
@@ -200,7 +209,7 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
+                self._fail(e)
 
     def wait(self) -> None:
         """Wait for the end. On an accelerator only the current stream waits. Idempotent.
@@ -218,7 +227,7 @@ class Reduction:
                 self._pending = None
         except Exception as e:
             self._pending = None
-            self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
+            self._fail(e)
 
     def abandon(self) -> bool:
         """Wait for the end, ignore an error, and return whether it has ended, so that its memory can be freed."""

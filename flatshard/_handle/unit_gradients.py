@@ -239,7 +239,7 @@ class UnitGradients:
             if self._ranks.runtime.streams is None and not trace.is_profiling():
                 self._start_reductions()
             else:
-                with trace.labelled("reduce_scatter", self._ranks.label.unit, self._ranks.runtime.reducing()):
+                with trace.labelled(self._ranks.reduce_verb, self._ranks.label.unit, self._ranks.runtime.reducing()):
                     self._start_reductions()
         except BaseException:
             self._abandon()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flatshard._base.config import Placement
+from flatshard._comm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.progress import Label, Progress, digest, make_label
 from flatshard._comm.rank_group import RankGroup
@@ -18,15 +19,15 @@ from flatshard._handle.tensors.aggregate import checked_all_reduce
 from flatshard._handle.unsharded import Pool
 
 VERBS = {
-    (Placement.SHARDED, Placement.REPLICATED): "all-gather",
+    (Placement.SHARDED, Placement.REPLICATED): ALL_GATHER,
     (Placement.REPLICATED, Placement.REPLICATED): "cast",
-    (Placement.SUMMAND, Placement.SHARDED): "reduce-scatter",
-    (Placement.SUMMAND, Placement.REPLICATED): "all-reduce",
+    (Placement.SUMMAND, Placement.SHARDED): REDUCE_SCATTER,
+    (Placement.SUMMAND, Placement.REPLICATED): ALL_REDUCE,
 }
 """The collective that changes one placement over an axis into another.
 
 [Note: From one placement to another]
-These are the names of a unit's collectives, for traces and errors. A gather goes from the placement of the shards to
+These are names for events, errors and profilers. A gather goes from the placement of the shards to
 replicated. A reduction goes from summands to the placement of the shards, over the inner axis and then over the outer one.
 Each row is issued in one place only: gathers in ``FlatParam.gather``, reductions in ``Reduction``.
 """
@@ -63,6 +64,9 @@ class UnitRanks:
     size: int  # the number of ranks that have the parameters
     label: Label  # the unit, for collectives and errors
     averaging: Averaging  # the unit's
+    # Names of collectives: [Note: From one placement to another]. For hybrid sharding, of the first reduction.
+    gather_verb: str
+    reduce_verb: str
 
     @classmethod
     def of(
@@ -91,7 +95,9 @@ class UnitRanks:
         size = math.prod([each.world_size for each in (shards, replicas) if each is not None])
         averaging = Averaging(size) if unit is None else unit.averaging
         label = make_label(_progress(runtime, replicas), fqn, digest(_identity(flats)))
-        return cls(runtime, shards, replicas, norms or shards, pool, size, label, averaging)
+        placement = Placement.REPLICATED if shards is None else Placement.SHARDED  # over the inner axis
+        verbs = VERBS[placement, Placement.REPLICATED], VERBS[Placement.SUMMAND, placement]
+        return cls(runtime, shards, replicas, norms or shards, pool, size, label, averaging, *verbs)
 
     def copied(self, averaging: Averaging) -> UnitRanks:
         """Return the ranks for a copy of the unit, which has ``averaging``."""
@@ -114,21 +120,6 @@ class UnitRanks:
             if runtime is not None:
                 numbers = checked_all_reduce(numbers, "sum", runtime, question)
         return numbers / self.divisor
-
-    @property
-    def placement(self) -> Placement:
-        """The placement of the parameters over their inner axis."""
-        return Placement.REPLICATED if self.is_whole else Placement.SHARDED
-
-    @property
-    def gather_verb(self) -> str:
-        """The name of the collective that gathers parameters. [Note: From one placement to another]"""
-        return VERBS[self.placement, Placement.REPLICATED]
-
-    @property
-    def reduce_verb(self) -> str:
-        """The name of the collective that reduces gradients: for hybrid sharding, of the first."""
-        return VERBS[Placement.SUMMAND, self.placement]
 
     @property
     def is_whole(self) -> bool:

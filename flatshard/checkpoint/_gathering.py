@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from flatshard._base.errors import name_list
+from flatshard._comm.collectives import ALL_GATHER
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
@@ -53,7 +54,7 @@ def exchange_over(runtime: Runtime, label: Label, text: str) -> list[str]:
         everything[rank, : len(data)] = data
         runtime.all_gather(everything.view(-1), everything[rank], label).wait()
     except Exception as e:
-        runtime.fail("all-gather", label.unit, e)
+        runtime.fail(ALL_GATHER, label.unit, e)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everything.cpu(), found, strict=True)]
 
 

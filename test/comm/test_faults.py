@@ -27,6 +27,7 @@ from on_ranks import ranks
 from pool import RankFailure
 from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, make_input
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard import CollectiveError, OutOfStepError, fully_shard, summon_full_params
@@ -36,6 +37,7 @@ from flatshard._comm.collectives import Done
 from flatshard._comm.progress import NOBODY, Works, drain
 from flatshard._comm.shared_memory.mailboxes import Outbox
 from flatshard._comm.shared_memory.segment import place_of_asks
+from flatshard._composable.state import unit_of
 from flatshard.comm import QuantizedCollectives
 
 
@@ -289,6 +291,25 @@ def test_a_step_after_a_collective_failed(ctx) -> None:
                 assert grad is None or torch.equal(p.grad, grad)
             check_clean(model)
             model.zero_grad()
+
+
+@ranks(4, timeout=20)
+def test_a_hybrid_reduction_names_the_collective_that_failed(ctx) -> None:
+    """The reduce-scatter within a group, or the all-reduce over the replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(Net(), policy={Block}, device_mesh=mesh, strategy="HYBRID_SHARD", collectives=Failing)
+    unit_ranks, x = unit_of(model).handle.ranks, torch.ones(2, 8)
+    for at_once in (False, True):
+        for runtime, method in ((unit_ranks.shards, "reduce_scatter"), (unit_ranks.replicas, "all_reduce")):
+            failing = runtime.collectives
+            failing.method, failing.left, failing.at_once = method, 1, at_once
+            with pytest.raises(CollectiveError, match="ConnectionError: the cable was pulled") as e:
+                model(x).sum().backward()
+            assert (e.value.phase, e.value.unit) == (method.replace("_", "-"), "blocks.0")
+            assert (e.value.rank, e.value.world_size) == (runtime.rank, 2)
+            failing.method = ""
+            flatshard.recover(model)
+            check_clean(model)
 
 
 @ranks(2)

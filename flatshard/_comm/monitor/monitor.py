@@ -29,7 +29,7 @@ import torch.distributed as dist
 from flatshard._base import environment, trace
 from flatshard._base.errors import OutOfStepError
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives, builtin_collectives
-from flatshard._comm.collectives import Capabilities, Pending
+from flatshard._comm.collectives import ALL_REDUCE, Capabilities, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.differences import Described, described, difference, settings
 from flatshard._comm.process_groups import has_gloo
@@ -75,7 +75,7 @@ class GroupMonitor:
         if not self._on_cpu:
             check.wait()
             return start()
-        if issued.verb == "all-reduce":  # it carries no tag
+        if issued.verb == ALL_REDUCE:  # it carries no tag
             return Chain(check, start)
         try:
             return _Compared(check, start(), issued)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.collectives import ALL_GATHER, Done, Pending
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
@@ -46,7 +46,7 @@ class Gathering:
         try:
             self._pending.wait()
         except Exception as e:
-            self._flat.ranks.runtime.fail("all-gather", self._flat.ranks.label.unit, e)
+            self._flat.ranks.runtime.fail(ALL_GATHER, self._flat.ranks.label.unit, e)
         return views_of(self.flat, self._layout)[0]
 
 
@@ -56,7 +56,7 @@ def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> 
     try:  # as bytes: no backend supports every dtype
         return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.ranks.label)
     except Exception as e:
-        runtime.fail("all-gather", flat.ranks.label.unit, e)
+        runtime.fail(ALL_GATHER, flat.ranks.label.unit, e)
 
 
 def joined(flat: FlatParam, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:

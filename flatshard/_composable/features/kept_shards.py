@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from flatshard._base import trace
-from flatshard._comm.collectives import CollectivesFactory, Done, Pending
+from flatshard._comm.collectives import ALL_GATHER, CollectivesFactory, Done, Pending
 from flatshard._comm.mesh_runtime import MeshRuntime
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.groups import subgroup
@@ -188,7 +188,7 @@ class GatheredOutside(Source):
             part = runtime.part(wire).copy_(kept[1])
             return runtime.gather_inner(wire, part, unit, for_backward)
         if trace.sinks:
-            trace.event("all-gather", unit.unit)
+            trace.event(ALL_GATHER, unit.unit)
         self._kept.pop(flat, None)
         return runtime.then(flat.gather(False, for_backward), functools.partial(self._note, flat, runtime, version))
 
