@@ -183,6 +183,8 @@ def reach_forward(backward: Backward, record: ForwardRecord) -> AwaitedGradients
         await_gradients(backward, unit)
     now.open_forwards = (now.open_forwards or 0) + 1
     now.last_forward = record
+    if record.leaks:
+        backward.leaking.append(record)
     if backward.idle and (idle := [u for u in backward.idle if u not in record.outer]):
         _complete_idle(backward, unit, idle)
     return now.awaited
@@ -313,11 +315,11 @@ def _reduce_held_inside(backward: Backward) -> None:
 
 def _forget_touched(backward: Backward) -> None:
     backward.context.drop_ahead()  # what is ahead is touched, too
+    for record in backward.leaking if not backward.retains_graph else ():
+        record.unit.history.drop_leak(record)
     for unit in backward.touched:
         unit.history.was_kept_unsharded = backward.keeps_unsharded
         unit.graph.now = None
-        if unit.history.leaks and not backward.retains_graph:
-            unit.history.drop_leaks(backward.task)
         if backward.keeps_unsharded:
             unit.show()
             unit.handle.take_over(BY_NONE)

@@ -130,9 +130,10 @@ class Unit:
 
     @property
     def need(self) -> Need:
-        """The greatest need of the unsharded buffer: of a claim, or of a graph with outputs that alias it (a leak)."""
+        """The greatest need of the unsharded buffer: of a claim, or of outputs of a forward that alias it (a leak)."""
         need = self.claims.need if self.claims else NOTHING
-        return max(need, BUFFER) if self.history.leaks else need
+        leaks = self.history.leaks and self.history.leak_version == self.handle.version()
+        return max(need, BUFFER) if leaks else need
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
@@ -234,6 +235,7 @@ class ForwardRecord:
     outer: Sequence[Unit]  # the units whose forwards enclosed this one, outermost first
     version: int  # of the parameters in this forward
     reached_in: int = -1  # the last graph task (run of the autograd engine) that reached this record
+    leaks: bool = False  # whether it counts in `UnitHistory.leaks`
 
 
 @dataclass(eq=False, slots=True)
@@ -307,19 +309,23 @@ class UnitHistory:
         self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
         # Forwards with a graph. Only units with static buffers list them.
         self.live_forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
-        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
-        # has reached these forwards.
-        self.leaks: weakref.WeakSet[ForwardRecord] | None = None
+        # Leaks: forwards whose outputs are unsharded parameters, or views of them. The parameters stay until backward has
+        # reached these forwards, or the parameters change. Whether their graphs are alive does not count: ranks differ in it.
+        self.leaks = 0
+        self.leak_version = -1  # of the parameters in these forwards
 
     def add_leak(self, record: ForwardRecord) -> None:
         """Record that outputs of a forward are the unsharded parameters, or views of them."""
-        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
-        self.leaks.add(record)
+        if record.version != self.leak_version:
+            self.leaks, self.leak_version = 0, record.version
+        self.leaks += 1
+        record.leaks = True
 
-    def drop_leaks(self, since: int) -> None:
-        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
-        if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.reached_in >= since}
+    def drop_leak(self, record: ForwardRecord) -> None:
+        """Drop the leak of a forward, if it is one: backward has reached it, and its graph is gone."""
+        if record.leaks and record.version == self.leak_version:
+            self.leaks -= 1
+        record.leaks = False
 
 
 @dataclass(eq=False, slots=True)
@@ -359,6 +365,7 @@ class Backward:
         default_factory=dict
     )  # in the state IDLE: each forward that is reached asks for them
     ready: set[Unit] = field(default_factory=set)  # complete units in the queue
+    leaking: list[ForwardRecord] = field(default_factory=list)  # reached, with outputs that alias parameters
     # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
     # runs none of flatshard's hooks, so units stay unsharded.
     keeps_unsharded: bool = False
