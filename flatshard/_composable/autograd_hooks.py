@@ -73,8 +73,8 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
             "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
             "run forward again after it"
         )
-    # `finish_previous_and_gather` gathers instead if the input of a reduction is to be freed first.
-    # [Note: Reductions in flight]
+    # `finish_previous_and_gather` gathers instead if the input of a reduction is to be freed first: also before this unit
+    # is reduced, so ranks with other gradients have the same order. [Note: Reductions in flight]
     if not (awaited and awaited.acts_at and context.reductions.frees) and prefetches_before(unit):
         prefetch_next(record)
 
@@ -163,6 +163,8 @@ def receive_last_gradient(unit: Unit) -> None:
     if may_get_more(unit):
         postpone(backward, unit)
         return
+    # Ranks that lack gradients free it later, and complete it before they gather the next unit.
+    # `Unit.is_done_with_gradients`
     done = unit.is_done_with_gradients or was_left(unit)
     if done:  # before the reduction input is allocated
         unit.release(GRADIENTS_CAME)

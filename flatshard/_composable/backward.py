@@ -183,6 +183,8 @@ def reach_forward(backward: Backward, record: ForwardRecord) -> AwaitedGradients
         await_gradients(backward, unit)
     now.open_forwards = (now.open_forwards or 0) + 1
     now.last_forward = record
+    if record.leaks:
+        backward.leaking.append(record)
     if backward.idle and (idle := [u for u in backward.idle if u not in record.outer]):
         _complete_idle(backward, unit, idle)
     return now.awaited
@@ -198,6 +200,7 @@ def reach_recomputed(backward: Backward, unit: Unit) -> None:
 def _complete_idle(backward: Backward, unit: Unit, idle: Iterable[Unit]) -> None:
     """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
     task = current_graph_task()
+    # Other ranks may have completed these units when their last gradient came: before they gather what comes next, too.
     over = [u for u in idle if u not in unit.needs and is_completed_by(u, task) and is_over(u)]
     if over:
         to_come = any(has_gradients(u) for queue in ReductionQueue.every for u in queue.units())
@@ -238,6 +241,7 @@ def complete(backward: Backward, unit: Unit, reduces: bool = False, early: bool 
     awaited, now.awaited = now.awaited, None
     assert awaited is not None
     now.completed_in = awaited.task
+    # Only this rank's gradients may have come, but the queue waits for turns, and a unit without any is completed, too.
     if reduces or any(awaited.expected.values()):
         if unit.handle.gradients.reduces:
             backward.ready.add(unit)
@@ -269,7 +273,11 @@ def _end(backward: Backward, task: int) -> None:
 
 
 def _bring_gradients(tasks: Iterable[int]) -> bool:
-    """Return whether one of ``tasks`` has gradients for a unit of any process group: ranks may not agree on one."""
+    """Return whether one of ``tasks`` has gradients for a unit of any process group: ranks may not agree on one.
+
+    Ranks agree if each uses a parameter of some unit, or none does. A rank that uses none of the whole model must ``skip``
+    it: nothing tells `loss.backward()` there from a gradient with respect to inputs, which reduces nothing.
+    """
     return any(not backward.bringing.isdisjoint(tasks) for backward in Backward.every)
 
 
@@ -313,11 +321,11 @@ def _reduce_held_inside(backward: Backward) -> None:
 
 def _forget_touched(backward: Backward) -> None:
     backward.context.drop_ahead()  # what is ahead is touched, too
+    for record in backward.leaking if not backward.retains_graph else ():
+        record.unit.history.drop_leak(record)
     for unit in backward.touched:
         unit.history.was_kept_unsharded = backward.keeps_unsharded
         unit.graph.now = None
-        if unit.history.leaks and not backward.retains_graph:
-            unit.history.drop_leaks(backward.task)
         if backward.keeps_unsharded:
             unit.show()
             unit.handle.take_over(BY_NONE)

@@ -239,7 +239,7 @@ class UnitHooks:
         forward = exit_forward(unit.context, module, output is None)
         if forward is None:
             return None if self._unrecorded is None else self._unrecorded.end(module, output)
-        comes_back = leaks = False
+        makes_graph = comes_back = leaks = False
         changed = None
         try:
             if forward.instead is not None:
@@ -252,6 +252,7 @@ class UnitHooks:
                     output = changed = new
             outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
             if torch.is_grad_enabled():
+                makes_graph = output is not None
                 if want_new_nodes(outputs, forward.first_node):
                     output = changed = with_new_nodes(output)
                     outputs = [*tensors_in(output)]
@@ -271,11 +272,18 @@ class UnitHooks:
             if leaks and forward.recorded is not None and not forward.in_backward:
                 unit.history.add_leak(forward.recorded)
         finally:
-            self.end_forward(forward, comes_back, leaks)
+            self.end_forward(forward, makes_graph, comes_back, leaks)
         return changed
 
-    def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
-        """Release the parameters. ``comes_back``: backward may reach this forward. ``leaks``: outputs may alias them."""
+    def end_forward(self, forward: Forward, makes_graph: bool, comes_back: bool, leaks: bool) -> None:
+        """Release the parameters.
+
+        Args:
+            forward: the one that ends.
+            makes_graph: it has returned, with grad mode on.
+            comes_back: backward may reach it. Local to this rank: another rank's output may not require grad.
+            leaks: outputs may alias the parameters.
+        """
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
         in_group = isinstance(self.unit.module, ModuleGroup)
@@ -288,7 +296,9 @@ class UnitHooks:
                 stop_keeping(needed)
             used_next = in_backward and not in_use and is_used_next(needed)
             runs_again = in_group and needed.need is not VALUES and has_run_in_part(context.latest_pass, self.unit)
-            fate = choose_fate(in_backward, used_next, leaks, comes_back, outermost, needed.config, runs_again)
+            # Ranks agree on what can be trained. Backward reaches each forward of a frozen unit on all ranks, or on none.
+            may_come = comes_back or (makes_graph and bool(needed.handle.gradients.accumulators.nodes))
+            fate = choose_fate(in_backward, used_next, leaks, may_come, outermost, needed.config, runs_again)
             if fate is RELEASED:
                 needed.release(FORWARD_ENDED, forward_graph)
             elif fate is not USED_NEXT:
@@ -390,7 +400,7 @@ def choose_fate(
     in_backward: bool,
     used_next: bool,
     leaks: bool,
-    comes_back: bool,
+    may_come: bool,
     outermost: bool,
     config: UnitConfig,
     runs_again: bool,
@@ -401,14 +411,14 @@ def choose_fate(
         in_backward: it was a recomputation.
         used_next: backward is about to use them. Only asked in a recomputation.
         leaks: outputs may alias them.
-        comes_back: backward may reach this forward.
+        may_come: backward may reach the unit after this forward.
         outermost: no other forward encloses it.
         config: of the unit. Its ``reshard_after_forward``, or else its strategy, says whether they stay for a backward.
         runs_again: another module of the unit's group is to run in this pass.
     """
     if in_backward:
         return USED_NEXT if used_next else STAYS
-    if comes_back:
+    if may_come:
         reshards = config.reshard_after_forward
         leaks = leaks or (not reshards if reshards is not None else outermost or config.strategy.stays_for_backward)
     if leaks:

@@ -4,6 +4,9 @@ A unit is stored on its module. What is shared (``Context``) is the running forw
 reductions. It is shared per process group, not per root. So several models issue their collectives in one order, prefetching
 works across units that were sharded by separate calls, and no unit needs to know which one is the root.
 
+Collectives match by their order, so what gathers, reduces or frees follows from facts that all ranks share. Facts that may
+differ say so: "Local to this rank". Lines that read one where a collective may follow say why ranks agree all the same.
+
 The verbs are in other files: forwards begin and end in hooks.py, units are gathered in gathering.py, and backward.py runs a
 backward. To drop a record is the reset: ``UnitBackward`` and ``Backward`` at the end of a backward, ``Pass`` and ``Ahead`` at
 the end of a pass.
@@ -130,9 +133,10 @@ class Unit:
 
     @property
     def need(self) -> Need:
-        """The greatest need of the unsharded buffer: of a claim, or of a graph with outputs that alias it (a leak)."""
+        """The greatest need of the unsharded buffer: of a claim, or of outputs of a forward that alias it (a leak)."""
         need = self.claims.need if self.claims else NOTHING
-        return max(need, BUFFER) if self.history.leaks else need
+        leaks = self.history.leaks and self.history.leak_version == self.handle.version()
+        return max(need, BUFFER) if leaks else need
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
@@ -150,7 +154,11 @@ class Unit:
 
     @property
     def is_done_with_gradients(self) -> bool:
-        """Whether the values are not needed after all gradients have come. claims.py, [Note: Freeing]"""
+        """Whether the values are not needed after all gradients have come. claims.py, [Note: Freeing]
+
+        Local to this rank: see `UnitHistory.leaves_out`. If it is True on some ranks only, others free the unit when
+        backward has left its first forward. No rank gathers it after that.
+        """
         return self.handle.gradients.accumulators.are_all and not self.history.leaves_out
 
     @property
@@ -233,7 +241,10 @@ class ForwardRecord:
     previous: ForwardRecord | None  # in its pass: what backward gathers next. A list of steps could leak instead
     outer: Sequence[Unit]  # the units whose forwards enclosed this one, outermost first
     version: int  # of the parameters in this forward
-    reached_in: int = -1  # the last graph task (run of the autograd engine) that reached this record
+    # The last graph task (run of the autograd engine) that reached this record. Local to this rank: autograd reaches a unit
+    # and the last one inside it in either order.
+    reached_in: int = -1
+    leaks: bool = False  # whether it counts in `UnitHistory.leaks`
 
 
 @dataclass(eq=False, slots=True)
@@ -241,6 +252,7 @@ class AwaitedGradients:
     """The gradients that graph tasks have for a unit. It exists from when they reach the unit until the unit is complete.
 
     Another graph task that reaches the unit meanwhile replaces it. The hooks of parameters count down.
+    Local to this rank: its graph may lack parameters that those of other ranks have.
     """
 
     task: int  # the graph task that has reached the unit first, and completes it
@@ -255,12 +267,16 @@ class AwaitedGradients:
 
 @dataclass(eq=False, slots=True)
 class UnitBackward:
-    """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
+    """A unit's record in the running backward, from its gather on. Dropping it is the reset.
+
+    Local to this rank: when the unit completes. In which order units are reduced is not.
+    """
 
     completion: CompletionState = TOUCHED
     awaited: AwaitedGradients | None = None  # while the unit is AWAITING or IDLE
     completed_in: int | None = None  # the graph task that last completed the unit
-    lacks_some: bool = False  # whether its graph lacks parameters: they are unused, or recomputed later
+    # Whether its graph lacks parameters: they are unused, or recomputed later. Local to this rank: its data decide.
+    lacks_some: bool = False
     last_forward: ForwardRecord | None = None  # the last of its forwards that the backward has reached
     # Forwards reached and, where inputs are watched, not left yet. None before the first.
     open_forwards: int | None = None
@@ -288,8 +304,10 @@ class UnitGraph:
 
     def __init__(self) -> None:
         self.now: UnitBackward | None = None  # None if no backward under way has gathered or reached the unit
-        self.ways: list[weakref.ref[Way]] = []  # to forwards whose graphs are alive
+        # To forwards whose graphs are alive. Local to this rank: the user's references and garbage collection decide.
+        self.ways: list[weakref.ref[Way]] = []
         # Extra leaves that stand for the parameters where a rank passes the unit by. Their gradients count, too.
+        # Local to this rank: others may run the unit.
         self.stand_ins: list[Node] = []
 
     def add_way(self, way: Way) -> None:
@@ -303,23 +321,28 @@ class UnitHistory:
     def __init__(self) -> None:
         self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
         self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
-        self.leaves_out = False  # whether a graph ever lacked some of the unit's parameters
+        # Whether a graph ever lacked some of the unit's parameters. Local to this rank: see `UnitBackward.lacks_some`.
+        self.leaves_out = False
         self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
-        # Forwards with a graph. Only units with static buffers list them.
+        # Forwards with a graph. Only units with static buffers list them. Local to this rank: garbage collection decides.
         self.live_forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
-        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
-        # has reached these forwards.
-        self.leaks: weakref.WeakSet[ForwardRecord] | None = None
+        # Leaks: forwards whose outputs are unsharded parameters, or views of them. The parameters stay until backward has
+        # reached these forwards, or the parameters change. Whether their graphs are alive does not count: ranks differ in it.
+        self.leaks = 0
+        self.leak_version = -1  # of the parameters in these forwards
 
     def add_leak(self, record: ForwardRecord) -> None:
         """Record that outputs of a forward are the unsharded parameters, or views of them."""
-        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
-        self.leaks.add(record)
+        if record.version != self.leak_version:
+            self.leaks, self.leak_version = 0, record.version
+        self.leaks += 1
+        record.leaks = True
 
-    def drop_leaks(self, since: int) -> None:
-        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
-        if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.reached_in >= since}
+    def drop_leak(self, record: ForwardRecord) -> None:
+        """Drop the leak of a forward, if it is one: backward has reached it, and its graph is gone."""
+        if record.leaks and record.version == self.leak_version:
+            self.leaks -= 1
+        record.leaks = False
 
 
 @dataclass(eq=False, slots=True)
@@ -353,12 +376,14 @@ class Backward:
     retains_graph: bool
     # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
     tasks: dict[int, weakref.ref[Callable[[], None]]] = field(default_factory=dict)
-    bringing: set[int] = field(default_factory=set)  # graph tasks with gradients for at least one unit
+    # Graph tasks with gradients for at least one unit. Local to this rank: its graph may have no parameter at all.
+    bringing: set[int] = field(default_factory=set)
     touched: list[Unit] = field(default_factory=list)  # gathered or reached, in the order of the first touch
-    idle: dict[Unit, None] = field(
-        default_factory=dict
-    )  # in the state IDLE: each forward that is reached asks for them
-    ready: set[Unit] = field(default_factory=set)  # complete units in the queue
+    # In the state IDLE: each forward that is reached asks for them. Local to this rank, as `ready` is: see `UnitBackward`.
+    idle: dict[Unit, None] = field(default_factory=dict)
+    # Complete units in the queue. Local to this rank: reductions wait for their turns.
+    ready: set[Unit] = field(default_factory=set)
+    leaking: list[ForwardRecord] = field(default_factory=list)  # reached, with outputs that alias parameters
     # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
     # runs none of flatshard's hooks, so units stay unsharded.
     keeps_unsharded: bool = False
@@ -368,7 +393,10 @@ class Backward:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a graph task failed with an exception. Other threads ask, too."""
+        """Whether a graph task failed with an exception. Other threads ask, too.
+
+        Local to this rank: the other ranks wait for its collectives, and raise. All must begin anew.
+        """
         return None in [*map(_referent, [*self.tasks.values()])]
 
 

@@ -2,6 +2,8 @@
 
 Some are about the running graph task, a run of autograd's engine; a reentrant checkpoint runs one inside another. The
 README has them as a table: "Is a unit over, or still to come?".
+
+The answers are local to this rank: its data decide what is in its graph. They choose when a unit completes, never whether.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def was_completed(unit: Unit) -> bool:
 
 
 def needs_no_values(unit: Unit) -> bool:
-    """Return whether the backward has completed ``unit``, and the rest of it does not use the unit's values."""
+    """Return whether the backward has completed ``unit``, and the rest of it does not use the unit's values.
+
+    On a rank where it does, the unit is not freed before backward has left its first forward, so none gathers it again.
+    """
     return (now := unit.graph.now) is not None and now.completion is COMPLETE and unit.is_done_with_gradients
 
 

@@ -17,26 +17,26 @@ FULL = unit_config(
 )
 KEEPING, FREEING = replace(FULL, reshard_after_forward=False), replace(FULL, reshard_after_forward=True)
 ZERO2 = replace(FULL, strategy=ShardingStrategy.SHARD_GRAD_OP)
-FACTS = dict.fromkeys(["in_backward", "used_next", "leaks", "comes_back", "outermost", "runs_again"], False)
+FACTS = dict.fromkeys(["in_backward", "used_next", "leaks", "may_come", "outermost", "runs_again"], False)
 ROWS = [
     ("", FULL, RELEASED),
     ("outermost", FULL, RELEASED),
-    ("comes_back", FULL, RELEASED),
-    ("comes_back outermost", FULL, STAYS),
-    ("comes_back outermost", FREEING, RELEASED),
-    ("comes_back", replace(FULL, reshard_after_forward=2), RELEASED),
-    ("comes_back", KEEPING, STAYS),
+    ("may_come", FULL, RELEASED),
+    ("may_come outermost", FULL, STAYS),
+    ("may_come outermost", FREEING, RELEASED),
+    ("may_come", replace(FULL, reshard_after_forward=2), RELEASED),
+    ("may_come", KEEPING, STAYS),
     ("", KEEPING, RELEASED),
-    ("comes_back", ZERO2, STAYS),
-    ("comes_back", replace(ZERO2, reshard_after_forward=True), RELEASED),
+    ("may_come", ZERO2, STAYS),
+    ("may_come", replace(ZERO2, reshard_after_forward=True), RELEASED),
     ("leaks", FREEING, STAYS),
-    ("leaks comes_back runs_again", FREEING, STAYS),
+    ("leaks may_come runs_again", FREEING, STAYS),
     ("runs_again", KEEPING, KEPT_FOR_NEXT),
-    ("comes_back runs_again", FULL, KEPT_FOR_NEXT),
-    ("comes_back runs_again", KEEPING, STAYS),
+    ("may_come runs_again", FULL, KEPT_FOR_NEXT),
+    ("may_come runs_again", KEEPING, STAYS),
     ("in_backward", FREEING, STAYS),
     ("in_backward used_next", FREEING, USED_NEXT),
-    ("in_backward used_next leaks comes_back outermost runs_again", KEEPING, USED_NEXT),
+    ("in_backward used_next leaks may_come outermost runs_again", KEEPING, USED_NEXT),
     ("in_backward runs_again", FULL, STAYS),
 ]
 

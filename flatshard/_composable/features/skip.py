@@ -259,7 +259,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
         ``tensors``, with a node in the graph through which backward reaches the unit.
     """
     hooks = UnitHooks.of(unit)
-    marked: Tensors = ()
+    marked, makes_graph = tuple[torch.Tensor, ...](), False
     try:
         hooks.pre_forward(module, (), {}, frames.of_caller())
         if torch.is_grad_enabled():
@@ -275,11 +275,12 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
             tensors = inside(tensors)
             if (_comes(unit, module, tensors) if answers_late else comes) and tensors:
                 tensors = marked = _mark(unit, module, tensors)
+            makes_graph = True
         else:
             tensors = inside(tensors)
     finally:
         if (forward := exit_forward(unit.context, module)) is not None:
-            hooks.end_forward(forward, hooks.register_pre_backward(marked, forward), False)
+            hooks.end_forward(forward, makes_graph, hooks.register_pre_backward(marked, forward), False)
         forward = None  # it holds this frame: a cycle, in which the tensors would live until the collector comes
     return tensors
 
