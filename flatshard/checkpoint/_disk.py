@@ -295,8 +295,8 @@ def local(path: str | os.PathLike[str], verb: str) -> Path:
     if SCHEME.match(text := check_unchained(path, verb)):
         raise ValueError(
             f"{verb}: {text!r} is no local path. Use a local folder, and copy it to the store: "
-            "fsspec.filesystem('s3').put(folder, url, recursive=True). flatshard.save_checkpoint, load_checkpoint and "
-            "load_safetensors use stores directly"
+            "fsspec.filesystem('s3').put(folder, url, recursive=True). flatshard.save_checkpoint, load_checkpoint, "
+            "export_safetensors and load_safetensors use stores directly"
         )
     return Path(path)
 

@@ -115,7 +115,7 @@ class StoreFolder:
 
     def write(self, name: str, fill: Callable[[NewStoreFile], T]) -> T:
         """Create a file, and return the result of ``fill``, which writes it. It is called again if the store fails."""
-        name = f"{self._written}/{name}"
+        name = f"{self._written}/{name}" if self._written else name
 
         def attempt() -> T:
             stream = self._at.files.open(self._at.path(name), "wb", block_size=PART)
@@ -223,6 +223,10 @@ class StorePath:
             raise FileNotFoundError(f"{self._url!r} {what}")
         return found
 
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object in it, or replace it."""
+        repeated(self.url(name), self.files.pipe_file, self.path(name), data)
+
     def begin(self, overwrite: bool) -> NewSave:
         """Return a new save, on rank 0. See :class:`NewSave`."""
         return NewSave(self, overwrite)
@@ -262,7 +266,7 @@ class NewSave:
         if METADATA not in names and any(name != _CLAIM and not _SAVE.fullmatch(name) for name in names):
             raise FileExistsError(f"{str(at)!r} exists and is no checkpoint: it is not replaced. Choose another path")
         self._at, self._is_published, self.written = at, False, f"save-{uuid.uuid4().hex}"
-        self._put(_CLAIM, self.written.encode())
+        self._at.put(_CLAIM, self.written.encode())
 
     def publish(self, *metadata: bytes) -> None:
         """Write the metadata, and remove the files of other saves.
@@ -274,7 +278,7 @@ class NewSave:
             raise BlockingIOError(
                 f"another save to {str(self._at)!r} has begun: two jobs must not save to one path at once"
             )
-        self._put(METADATA, b"".join(metadata))
+        self._at.put(METADATA, b"".join(metadata))
         self._is_published = True
         try:  # nothing from here on makes the save fail
             old = [name for name in self._at.names() if _SAVE.fullmatch(name) and name != self.written]
@@ -289,9 +293,6 @@ class NewSave:
                 self._at.remove([self.written])
                 if self._is_newest():
                     self._at.remove([_CLAIM])
-
-    def _put(self, name: str, data: bytes) -> None:
-        repeated(self._at.url(name), self._at.files.pipe_file, self._at.path(name), data)
 
     def _is_newest(self) -> bool:
         try:

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import METADATA, Four, expect, four, patched, same, step, values
 from on_ranks import ranks
-from saving import MemoryWatch
+from parity import everybody
+from saving import MemoryWatch, on_four, read_safetensors, same_tensors
 from torch import nn
 
 import flatshard
@@ -492,6 +494,88 @@ def test_slow_parts_are_waited_for(ctx, path: str) -> None:
     state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}
     with patched(ObjectStore, "fault", staticmethod(slow)):
         save_checkpoint(f"objects://{path}/x", state, process_group=ctx.group, timeout=datetime.timedelta(seconds=1))
+
+
+def read_exported(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    """Return what the files have, which are those that their index names."""
+    index = json.loads((folder / f"{name}.safetensors.index.json").read_text())["weight_map"]
+    assert {p.name for p in folder.glob("*.safetensors")} == set(index.values())
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index.values())):
+        values = read_safetensors(folder / file)
+        assert all(index[key] == file for key in values)
+        found |= values
+    return found
+
+
+@ranks(4)
+def test_an_export_to_a_store(ctx, path: str) -> None:
+    """Each rank uploads other files, and every byte is written once. A cast, replicas and tensor parallelism work."""
+    for how, strategy in (("plain", None), ("replicas", None), ("tp", flatshard.ShardingStrategy.FULL_SHARD)):
+        model = on_four(ctx, how, 1, strategy)
+        model.register_buffer("count", torch.full((3,), float(ctx.rank)))  # rank 0's is exported
+        expected = flatshard.checkpoint.full_state_dict(model, dtype=torch.bfloat16)
+        expected["count"].zero_()
+        url = f"objects://{path}/{how}"
+        ObjectStore.requests.clear()
+        export_safetensors(model, url, dtype=torch.bfloat16, max_file_bytes=20)
+        uploads = everybody(ctx, [Path(at).name for kind, at, _ in ObjectStore.requests if kind == "complete"])
+        same_tensors(read_exported(Path(path, how)), expected)
+        files = sorted(p.name for p in Path(path, how).glob("*.safetensors"))
+        if how == "tp":  # files without tensor-parallel parameters come from all ranks of its mesh
+            assert sorted({name for names in uploads for name in names}) == files
+        else:
+            assert sorted(name for names in uploads for name in names) == files
+            assert all(uploads)
+        with expect("already: give an empty directory"):
+            export_safetensors(model, url, max_file_bytes=20)
+        assert sorted(p.name for p in Path(path, how).glob("*.safetensors")) == files
+    export_safetensors(model, f"objects://{path}/one")  # one file, and no index
+    assert [p.name for p in Path(path, "one").iterdir()] == ["model.safetensors"]
+    group = dist.new_group([ctx.rank], use_local_synchronization=True)
+    alone = fully_shard(nn.Linear(9, 3), process_group=group)
+    expected = flatshard.checkpoint.full_state_dict(alone)
+    export_safetensors(alone, "memory://exported", max_file_bytes=20)
+    torch.nn.init.zeros_(alone.weight)
+    load_safetensors(alone, "memory://exported", process_group=group)
+    same_tensors(flatshard.checkpoint.full_state_dict(alone), expected)
+
+
+@ranks(2)
+def test_an_export_whose_upload_fails(ctx, path: str) -> None:
+    """All ranks raise, and there is no index and no file. A request that fails once is made again."""
+    model = fully_shard(
+        nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), policy={nn.Linear}, process_group=ctx.group
+    )
+    expected = flatshard.checkpoint.full_state_dict(model)
+    folder, url = Path(path, "x"), f"objects://{path}/x"
+    for rank, kind, at in (
+        (0, "complete", 0),
+        (0, "complete", 1),
+        (1, "complete", 0),
+        (1, "complete", 1),
+        (0, "write", 0),
+    ):
+        count = itertools.count()
+
+        def down(each: str, _: str, kind: str = kind, at: int = at, count: Any = count) -> None:
+            if each == kind and next(count) >= at:  # the only write is that of the index
+                raise LOST
+
+        fault = staticmethod(down) if ctx.rank == rank else None
+        with (
+            patched(_store, "_WAITS", (0.0,)),
+            patched(ObjectStore, "fault", fault),
+            expect(f"rank {rank}: OSError: .*failed 2 times, the last time by ConnectionResetError: lost"),
+        ):
+            export_safetensors(model, url, max_file_bytes=200)
+        dist.barrier(ctx.group)
+        assert not folder.exists()
+        dist.barrier(ctx.group)
+    once = staticmethod(Faults(3 + ctx.rank, "once"))
+    with patched(_store, "_WAITS", (0.0,)), patched(ObjectStore, "fault", once):
+        export_safetensors(model, url, max_file_bytes=200)
+    same_tensors(read_exported(folder), expected)
 
 
 @ranks(2)
