@@ -34,6 +34,7 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import GIVE_UP_AFTER, Barrier, RankError, barrier, patience
 from flatshard.checkpoint._container import memory_of
+from flatshard.checkpoint._disk import DiskPath
 from flatshard.checkpoint._location import Location, locate
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
 from flatshard.checkpoint._state_dict import (
@@ -116,8 +117,12 @@ def export_safetensors(
     check_dtype(dtype, _CALL)
     values, is_first = _Values(module, flats), _is_first(flats)
     described = {key: (tuple(value.shape), _dtype(value, dtype)) for key, value in values.shown.items()}
-    make = _StoreExport if isinstance(at, StorePath) else _DiskExport
-    export = make(at, _cut(name, described, max_file_bytes), f"{name}{INDEX_ENDING}", values, is_first)
+    contents, index = _cut(name, described, max_file_bytes), f"{name}{INDEX_ENDING}"
+    export = (
+        _StoreExport(at, contents, index, values, is_first)
+        if isinstance(at, StorePath)
+        else _DiskExport(at, contents, index, values, is_first)
+    )
     with _Ranks(flats) as job:
         check_experts(flats)
         try:
@@ -291,7 +296,7 @@ def _index(contents: list[_Content]) -> bytes:
 class _DiskExport:
     """Files that all ranks write at once."""
 
-    def __init__(self, at: Location, contents: list[_Content], index: str, values: _Values, is_first: bool) -> None:
+    def __init__(self, at: DiskPath, contents: list[_Content], index: str, values: _Values, is_first: bool) -> None:
         self._at, self._path, self._contents, self._index = at, Path(str(at)), contents, index
         self._files = [_File(self._path, content) for content in contents]
         self._own = values.own(is_first)
@@ -446,8 +451,8 @@ class _StoreExport:
         own = [content for turn, content in turns if self._is_mine(turn, content)]
         found = self._gather([content for _, content in turns], {key for content in own for key in content.described})
         for content in own:
-            pieces = [content.header, *(memory_of(found.pop(key)) for key in content.described)]
-            self._at.folder().write(content.name, functools.partial(_append, pieces))
+            tensors = [memory_of(found.pop(key)) for key in content.described]
+            self._at.folder().write(content.name, functools.partial(_append, content.header, tensors))
 
     def _is_mine(self, turn: int, content: _Content) -> bool:
         """Return whether this rank uploads the file. If two ranks do, which have the same shards, the bytes are the same."""
@@ -485,8 +490,8 @@ class _StoreExport:
                 self._at.remove([self._index, *(content.name for content in self._contents)])
 
 
-def _append(pieces: list[bytes | memoryview], file: NewStoreFile) -> None:
-    file.write(*pieces)
+def _append(header: bytes, tensors: list[memoryview], file: NewStoreFile) -> None:
+    file.write(header, *tensors)
 
 
 def _place(flat: FlatParam) -> tuple[int, int]:
