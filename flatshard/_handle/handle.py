@@ -27,7 +27,7 @@ from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout, Groups, Kind, PlannedFlat
-from flatshard._handle.lifetime import BY_USER, PARAM_TRANSITIONS, GradState, ParamState, UnshardedStamp, refuse
+from flatshard._handle.lifetime import BY_USER, PARAM_TRANSITIONS, GradState, ParamState, UnshardedStamp
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
@@ -297,9 +297,7 @@ class FlatParamHandle:
             for flat in memory.flats:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
-        self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
-            "unshard", "parameters", self.fqn, self.state
-        )
+        self.state = PARAM_TRANSITIONS[self.state, "unshard"]
 
     def _make_room(self) -> None:
         self.memory.make_room()
@@ -333,7 +331,7 @@ class FlatParamHandle:
             self.runtime.fail(ALL_GATHER, self.fqn, e)
         for flat in memory.flats:
             flat.unsharded.open()
-        self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
+        self.state = PARAM_TRANSITIONS[self.state, "wait"]
         memory.users = users
 
     def reshard(self, forward_graph: object = None) -> None:
@@ -360,9 +358,7 @@ class FlatParamHandle:
             self.source.drop()
 
     def _free(self, forward_graph: object = None) -> None:
-        memory = self.memory
-        if memory.in_flight:
-            memory.abandon()
+        memory = self.memory  # nothing is in flight: `wait` has ended it
         conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
             conversions = self.user_changes.conversions()
@@ -383,9 +379,7 @@ class FlatParamHandle:
                         seen=forward_graph is not None
                     )  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
-        self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or refuse(
-            "reshard", "parameters", self.fqn, self.state
-        )
+        self.state = PARAM_TRANSITIONS[self.state, "reshard"]
         self.stamp = None
         if conversions:
             self.adopt(conversions)
@@ -413,13 +407,14 @@ class FlatParamHandle:
         return pass_id is None or stamp.by in (BY_USER, pass_id)
 
     def has_values_of(self, version: int) -> bool:
-        """Return whether a backward may use the unsharded parameters for a forward that saw ``version``.
+        """Return whether a backward, which has gathered the unit, may use it for a forward that saw ``version``.
 
         Parameters that have stayed unsharded have its values in any case. But the shards must have them, too: autograd raises
         for its own tensors if they were changed.
         """
         stamp = self.stamp
-        return version == (stamp.version if stamp is not None and stamp.for_backward else self.version())
+        assert stamp is not None
+        return version == (stamp.version if stamp.for_backward else self.version())
 
     def take_over(self, by: int) -> None:
         """Record that ``by`` wants the unsharded parameters: if another did before, they no longer count as a backward's."""
