@@ -75,7 +75,7 @@ from flatshard._composable.state import (
     Way,
     current_graph_task,
 )
-from flatshard._handle.registrations import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED_PARAMS
 from flatshard._handle.unit_gradients import WithGradients
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
@@ -441,8 +441,8 @@ def _show_unsharded(unit: Unit, claim: Claim, is_nested: bool, for_backward: boo
         if context.runtime.streams is not None:
             handle.gradients.accumulators.follow_stream()
         context.reductions.expect(unit)
-    claim.show(UNSHARDED)
-    handle.registrations.show(UNSHARDED)
+    claim.show(UNSHARDED_PARAMS)
+    handle.registrations.show(UNSHARDED_PARAMS)
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:

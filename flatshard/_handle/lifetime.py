@@ -43,6 +43,7 @@ class GradState(enum.IntEnum):
 
 
 # For code that runs in each step: in Python 3.11 `GradState.NONE` takes five times as long as a name.
+SHARDED, UNSHARDING, UNSHARDED = ParamState
 NONE, FILLING, HELD, REDUCING, DEFERRED, PARTIAL = GradState
 
 WITHHELD = GradState.HELD, GradState.DEFERRED, GradState.PARTIAL

@@ -31,7 +31,7 @@ from flatshard._composable.hooks import is_running, settle_context
 from flatshard._composable.state import Context, Unit
 from flatshard._handle.layout import PlannedFlat
 from flatshard._handle.lifetime import GradState
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 from flatshard._handle.unsharded import Pools
 
 
@@ -104,7 +104,9 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
         unit.handle.check_parameters()
     # Parameters that are shown unsharded would stay those of the old ranks.
     claimed = [
-        u.fqn for u in units if any(c is not KEPT for c in u.claims) or u.handle.registrations.shows is not SHARDED
+        u.fqn
+        for u in units
+        if any(c is not KEPT for c in u.claims) or u.handle.registrations.shows is not SHARDED_PARAMS
     ]
     if claimed:
         raise RuntimeError(
