@@ -131,7 +131,7 @@ class Reduction:
         self._unused = unused
         self.partial = partial
         self._pending: Pending | None = None  # from `start` on
-        if self.flat.is_whole:  # reduced in place
+        if self.flat.holds_all:  # reduced in place
             self._output: torch.Tensor | None = input
         else:
             pool = self.flat.ranks.pool
@@ -147,7 +147,7 @@ class Reduction:
         assert self._output is not None
         flat, runtime, unused = self.flat, self._runtime, self._unused
         try:
-            if flat.is_whole:
+            if flat.holds_all:
                 self._pending = self._reduce_replicas()
             else:
                 if unused.found:

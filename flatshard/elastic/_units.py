@@ -63,7 +63,7 @@ def destination_over(units: Sequence[Unit], process_group: Any, device_mesh: Dev
 def place_of(units: Sequence[Unit]) -> tuple[int, int]:
     """Return this rank's shard and the number of shards of units that share their ranks."""
     for unit in units:
-        if not unit.config.strategy.is_whole:
+        if not unit.config.strategy.is_replicated:
             return unit.handle.ranks.rank, _shards(unit)
     return 0, 1
 
@@ -82,7 +82,7 @@ def cuts(units: Iterable[Unit], size: int) -> list[list[PlannedFlat]]:
     loads: dict[int, Counter[int]] = {}
     found = []
     for unit in units:
-        number = 1 if unit.config.strategy.is_whole else size
+        number = 1 if unit.config.strategy.is_replicated else size
         handle, choice = unit.handle, unit.config.layout
         found.append([plan_again(flat, handle.fqn, choice, number, loads) for flat in handle.flats])
     return found

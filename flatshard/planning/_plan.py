@@ -239,7 +239,7 @@ def _unit_plan(
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [g for g in unit.handle.gradients.flats if g.is_reduced and any(g.flat.requires_grad)]
-    outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.is_whole]
+    outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.holds_all]
     inputs = [c.nbytes for c in issued if c.kind == ("reduce-scatter" if outputs else "all-reduce")]
     return UnitPlan(
         **vars(described),

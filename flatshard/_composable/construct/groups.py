@@ -111,7 +111,7 @@ def choose_meshes(units: Iterable[PlannedUnit], groups: Groups) -> None:
 def _check_mesh_choice(unit: PlannedUnit, fqn: str, chosen: Groups, groups: Groups) -> None:
     """Raise if parameter ``fqn`` cannot be sharded over ``chosen`` while the rest of its unit is over ``groups``."""
     config, size = unit.config, unit.config.reshard_after_forward
-    if config.strategy.is_whole:
+    if config.strategy.is_replicated:
         raise ValueError(
             f"shard_mesh_fn shards parameter {fqn!r} over another mesh, but strategy is {config.strategy}, which shards "
             "nothing: use FULL_SHARD, or SHARD_GRAD_OP"
