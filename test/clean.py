@@ -6,7 +6,7 @@ from torch import nn
 from flatshard._base.config import Until
 from flatshard._composable.find import units_below as units
 from flatshard._handle.lifetime import GradState
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 
 
 def storage_nbytes(tensor: torch.Tensor | None) -> int:
@@ -21,7 +21,7 @@ def check_clean(model: nn.Module) -> None:
         kept = unit.config.strategy.placements.until is Until.CHANGE  # with any values
         assert handle.is_sharded or kept, unit
         assert handle.gradients.state is GradState.NONE, unit
-        assert handle.registrations.shows is SHARDED, unit
+        assert handle.registrations.shows is SHARDED_PARAMS, unit
         for grads in handle.gradients.flats:
             assert grads.input is None or storage_nbytes(grads.input.flat) == 0, unit
             assert not grads._is_filling, unit

@@ -84,10 +84,10 @@ def in_one_process(make: Make, steps: int, is_restarted: bool = False) -> dict[s
     return model.state_dict()
 
 
-def sharded(ctx: Any, make: Make, seed: int, is_whole: bool) -> tuple[nn.Module, Optimizer]:
+def sharded(ctx: Any, make: Make, seed: int, steps_whole: bool) -> tuple[nn.Module, Optimizer]:
     model = fully_shard(network(seed), policy={nn.Linear}, process_group=ctx.group)
     params = model.parameters()
-    return model, WholeParameterOptimizer(params, make) if is_whole else make(params)
+    return model, WholeParameterOptimizer(params, make) if steps_whole else make(params)
 
 
 def check(model: nn.Module, expected: dict[str, Tensor], where: str) -> None:
@@ -156,22 +156,22 @@ def save(ctx: Any, name: str, make: Make, path: str) -> bool:
     """Train, save, and continue without a restart and from numbered state. Return whether the optimizer steps full
     parameters."""
     ctx.note(f"{name}: save")
-    is_whole = False
+    steps_whole = False
     try:
-        model, optimizer = sharded(ctx, make, 0, is_whole)
+        model, optimizer = sharded(ctx, make, 0, steps_whole)
         train(model, optimizer, 0, ctx)
     except (RuntimeError, ValueError) as e:
         if "WholeParameterOptimizer" not in str(e) and "Muon only supports 2D parameters" not in str(e):
             raise
-        is_whole = True  # the error's cure
-        model, optimizer = sharded(ctx, make, 0, is_whole)
+        steps_whole = True  # the error's cure
+        model, optimizer = sharded(ctx, make, 0, steps_whole)
         train(model, optimizer, 0, ctx)
     check(model, in_one_process(make, STEPS), f"{name} before the restart")
     for kind, write in SAVES.items():
-        if not (is_whole and kind == "helper"):
+        if not (steps_whole and kind == "helper"):
             write(ctx, f"{path}-{name}-{kind}", model, optimizer)
     numbered, whole = copy.deepcopy(optimizer.state_dict()), full_state_dict(model)
-    other, its_optimizer = sharded(ctx, make, 1, is_whole)
+    other, its_optimizer = sharded(ctx, make, 1, steps_whole)
     other.load_state_dict(whole)
     its_optimizer.load_state_dict(numbered)
     for each, stepped_by in ((model, optimizer), (other, its_optimizer)):
@@ -179,18 +179,18 @@ def save(ctx: Any, name: str, make: Make, path: str) -> bool:
         check(each, in_one_process(make, 2 * STEPS, is_restarted=each is other), f"{name} going on")
     if ctx.rank == 0:
         torch.save(whole, f"{path}-{name}-model")
-    return is_whole
+    return steps_whole
 
 
-def restart(ctx: Any, name: str, make: Make, path: str, is_whole: bool) -> None:
+def restart(ctx: Any, name: str, make: Make, path: str, steps_whole: bool) -> None:
     """Load what other ranks saved, in each way, and continue."""
     expected = in_one_process(make, 2 * STEPS, is_restarted=True)
     whole = torch.load(f"{path}-{name}-model")
     for how, (kind, load) in LOADS.items():
-        if is_whole and kind == "helper":
+        if steps_whole and kind == "helper":
             continue
         ctx.note(f"{name}: {how}")
-        model, optimizer = sharded(ctx, make, 1, is_whole)
+        model, optimizer = sharded(ctx, make, 1, steps_whole)
         model.load_state_dict(whole)
         load(ctx, f"{path}-{name}-{kind}", model, optimizer)
         train(model, optimizer, STEPS, ctx)

@@ -70,7 +70,7 @@ class ShardingStrategy(enum.Enum):
     if TYPE_CHECKING:
         placements: Placements
         is_hybrid: bool
-        is_whole: bool
+        is_replicated: bool
         joins_axes: bool
         stays_for_backward: bool
 
@@ -79,7 +79,7 @@ class ShardingStrategy(enum.Enum):
         member = object.__new__(cls)
         member._value_, member.placements = value, placements
         member.is_hybrid = placements.over_outer is not None
-        member.is_whole = placements.over_inner is Placement.REPLICATED  # nothing is sharded
+        member.is_replicated = placements.over_inner is Placement.REPLICATED  # nothing is sharded
         member.joins_axes = placements.over_outer is Placement.SHARDED  # shards are over the ranks of both axes
         member.stays_for_backward = placements.until is not Until.FORWARD
         return member

@@ -26,7 +26,7 @@ from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
 from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
 from flatshard._composable.state import AwaitedGradients, Unit, Way, current_graph_task
 from flatshard._composable.to_come import is_over, may_get_more, needs_no_values, was_completed, was_left
-from flatshard._handle.registrations import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED_PARAMS
 
 BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
 
@@ -66,7 +66,8 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
     gather(unit)
     for needed in unit.needs:
         needed.handle.wait()
-        needed.handle.registrations.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
+        # For what a checkpoint recomputes, whatever the user is shown.
+        needed.handle.registrations.show(UNSHARDED_PARAMS)
     if not unit.handle.has_values_of(record.version):
         raise RuntimeError(
             f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "

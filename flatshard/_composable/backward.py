@@ -61,8 +61,8 @@ from flatshard._composable.to_come import (
     was_left,
     will_run,
 )
-from flatshard._handle.lifetime import BY_NONE, ParamState
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.lifetime import BY_NONE, UNSHARDING
+from flatshard._handle.registrations import SHARDED_PARAMS
 
 # Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -329,7 +329,7 @@ def _forget_touched(backward: Backward) -> None:
         if backward.keeps_unsharded:
             unit.show()
             unit.handle.take_over(BY_NONE)
-        elif unit.claims or unit.handle.registrations.shows is not SHARDED or not unit.handle.is_sharded:
+        elif unit.claims or unit.handle.registrations.shows is not SHARDED_PARAMS or not unit.handle.is_sharded:
             unit.release(Reason.BACKWARD_ENDED)  # otherwise it was freed when it was complete
 
 
@@ -343,7 +343,7 @@ def _on_death(backward: Backward, callback: object) -> None:
         for unit in backward.touched:
             unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
             unit.show()
-        if ahead := [u.fqn for u in backward.touched if u.handle.state is ParamState.UNSHARDING]:
+        if ahead := [u.fqn for u in backward.touched if u.handle.state is UNSHARDING]:
             trace.logger.warning(
                 "backward failed before it came to unit %s by an output. If torch reports a tensor that was modified by "
                 "an inplace operation, backward entered the unit by a tensor that its forward handed over in another "

@@ -362,7 +362,7 @@ def ranks_of(
     if (factory := config.collectives) is not None:
         shards, replicas = shards.using(factory), None if replicas is None else replicas.using(factory)
     pool = pools.of(shards, config.static_buffers)
-    if config.strategy.is_whole:  # the ranks to shard over are replicas
+    if config.strategy.is_replicated:  # the ranks to shard over are replicas
         return UnitRanks.of(fqn, flats, None, shards, pool, unit)
     return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)
 

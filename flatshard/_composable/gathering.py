@@ -38,7 +38,7 @@ from flatshard._composable.state import (
     made_units,
 )
 from flatshard._composable.to_come import has_all_gradients, was_completed
-from flatshard._handle.lifetime import ParamState
+from flatshard._handle.lifetime import UNSHARDING
 
 _BACKWARD_PRE = BackwardPrefetch.BACKWARD_PRE  # for each step: see lifetime.py
 
@@ -128,7 +128,7 @@ def _bytes_with(ahead: Ahead, unit: Unit) -> int:
 
 def _unused(ahead: Ahead) -> list[Unit]:
     """Return the units that are unsharded, and that nothing has waited for yet."""
-    unused = [u for u in ahead.units if u.handle.state is ParamState.UNSHARDING]
+    unused = [u for u in ahead.units if u.handle.state is UNSHARDING]
     return [*unused, *[u for u in ahead.kept if not u.handle.is_sharded]]
 
 

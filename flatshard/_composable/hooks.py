@@ -76,7 +76,7 @@ from flatshard._composable.state import (
 )
 from flatshard._composable.to_come import is_used_next
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._handle.registrations import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED_PARAMS
 from flatshard._handle.unit_gradients import WithGradients
 
 _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
@@ -492,8 +492,8 @@ def _show_unsharded(unit: Unit, claim: Claim, is_nested: bool, for_backward: boo
         if context.runtime.streams is not None:
             handle.gradients.accumulators.follow_stream()
         context.reductions.expect(unit)
-    claim.show(UNSHARDED)
-    handle.registrations.show(UNSHARDED)
+    claim.show(UNSHARDED_PARAMS)
+    handle.registrations.show(UNSHARDED_PARAMS)
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -47,7 +47,7 @@ from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
-from flatshard._handle.registrations import SHARDED, Shown
+from flatshard._handle.registrations import SHARDED_PARAMS, Shown
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Unit:
         """Return its feature of class ``kind``, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
-    def show(self, unclaimed: Shown = SHARDED) -> None:
+    def show(self, unclaimed: Shown = SHARDED_PARAMS) -> None:
         """Register the parameters that the claims ask for, or ``unclaimed`` if none asks for any."""
         for claim in reversed(self.claims):
             if claim.shows is not None:
@@ -127,7 +127,7 @@ class Unit:
         if reason.in_backward and (backward := self.context.backward) is not None and backward.keeps_unsharded:
             return
         is_needed = self.claims or self.history.leaks
-        self.show() if self.claims else self.handle.registrations.show(SHARDED)
+        self.show() if self.claims else self.handle.registrations.show(SHARDED_PARAMS)
         if not is_needed or reason.refused_from is None or self.need < reason.refused_from:
             self.handle.reshard(forward_graph)
 

@@ -114,7 +114,7 @@ def unit_config(
     check_reshard_after_forward(config.reshard_after_forward, config.strategy)
     if not isinstance(config.recompute, bool):
         raise ValueError(f"recompute must be True or False, got {config.recompute!r}")
-    if config.strategy.is_whole and getattr(config.collectives, "reduce", None) is False:
+    if config.strategy.is_replicated and getattr(config.collectives, "reduce", None) is False:
         raise ValueError(
             f"collectives={config.collectives!r} would do nothing for a unit under {config.strategy.name}, which gathers no "
             "parameters: pass reduce=True, or omit `collectives`"

@@ -107,7 +107,7 @@ class FlatParam:
         self.options = options
         self.kind = kind
         self.ranks = ranks
-        self.is_whole = ranks.is_whole
+        self.holds_all = ranks.holds_all
         self.slices = layout.shard_slices(ranks.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         samples = InitialValues.sample(self._elements(params), layout.params) if shard is None else None
@@ -172,7 +172,7 @@ class FlatParam:
     def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
         """Reshape 1-D ``part``, a slice for parameter ``index`` in memory order, to the shape of the user's parameter."""
         info = self.layout.params[index]
-        if self.is_whole:
+        if self.holds_all:
             return part.as_strided(info.shape, info.stride)
         return part.as_strided(part_shape(info.shape, part.numel(), True), info.stride) if info.by_rows else part
 
@@ -338,7 +338,7 @@ class FlatParam:
 
         The parameters stay the same objects, sharded and unsharded. They must have no gradients, and no graph may be alive.
         """
-        self.layout, self.ranks, self.is_whole = layout, ranks, ranks.is_whole
+        self.layout, self.ranks, self.holds_all = layout, ranks, ranks.holds_all
         self.slices = layout.shard_slices(ranks.rank)
         self.shard = shard
         self.unsharded.move(layout, ranks.rank, self.kind, ranks.pool, shard)
@@ -364,7 +364,7 @@ class FlatParam:
             shard = kept
         elif self.options.offload:
             shard = self.on_compute_device()
-        if self.is_whole:
+        if self.holds_all:
             target.allocate(shard)
             return runtime.issued(Done())
         if runtime.capabilities.gathers_late and target.allocates_late:

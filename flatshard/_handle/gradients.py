@@ -93,13 +93,13 @@ class ReductionInput:
         """Prepare an input of ``numel`` elements for ``flat``. ``dtype``: its usual dtype."""
         self._layout, self._pool = flat.layout, flat.ranks.pool
         self._numel, self._device = numel, flat.kind.compute_device
-        self._becomes_grads = flat.is_whole
+        self._becomes_grads = flat.holds_all
         self._buffer: FlatBuffer | None = None  # in use
         self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
         self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
         self.flat, self.views, self.gaps = self._nothing
-        if self._pool is None and flat.kind.is_trainable and not flat.is_whole:
+        if self._pool is None and flat.kind.is_trainable and not flat.holds_all:
             own = self._find_buffer(dtype)
             self._make_views(own)  # here, to save the time in the first step
             own.free()
@@ -183,7 +183,7 @@ class GradSlices:
         sharded = [i for i, info in enumerate(layout.params) if info.numel and infos[i].runtime is not None]
         self._marked = [index for index in sharded if slices[index].numel]
         self._infos = [infos[index] for index in self._marked]
-        self._full = [(info.shape, info.stride, info.start) for info in layout.params] if flat.is_whole else None
+        self._full = [(info.shape, info.stride, info.start) for info in layout.params] if flat.holds_all else None
         self._dtypes = dtypes if len(set(dtypes)) > 1 else None
         # `split_with_sizes` cuts the shard into slices and the padding between them.
         self._sizes: list[int] = []
@@ -260,7 +260,7 @@ class FlatGradients:
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
         # None if gradients arrive `AS_GRAD`. It has memory from the first copy to `set_grads`.
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
-        together = Arrival.TOGETHER if self._is_small or not flat.is_whole else Arrival.ONE_BY_ONE
+        together = Arrival.TOGETHER if self._is_small or not flat.holds_all else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
         self._is_filling = False  # gradients have been moved from autograd, to the input or to `.grad` (`AS_GRAD`)
         self._has: list[bool] = []  # whether one of each parameter has been moved; empty unless `_is_filling`
@@ -456,7 +456,7 @@ class FlatGradients:
         if self.input is None:
             return
         if self.arrival is _TOGETHER and not self._is_filling:
-            narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
+            narrow = self.runtime.capabilities.widens and not (accumulates or flat.holds_all)
             self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
         elif not self._is_filling:
             self._allocate(self.dtypes.reduce)
@@ -479,7 +479,7 @@ class FlatGradients:
 
     def free_input(self) -> None:
         """Free the reduction input before ``set_grads``, because the device has already read it."""
-        if self.input is not None and not self.flat.is_whole:  # otherwise the input is the result
+        if self.input is not None and not self.flat.holds_all:  # otherwise the input is the result
             self.input.free()
 
     def discard(self) -> None:
@@ -548,7 +548,7 @@ class FlatGradients:
             held, new = zip(*added, strict=True)
             torch._foreach_add_(held, new)
             is_plain = torch.Tensor in set(map(type, held))  # from autograd, for a loss on the shard itself
-            if is_plain and not flat.is_whole:
+            if is_plain and not flat.holds_all:
                 for param in params:
                     param.grad = param.grad
         return given

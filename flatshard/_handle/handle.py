@@ -27,8 +27,16 @@ from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout, Groups, Kind, PlannedFlat
-from flatshard._handle.lifetime import BY_USER, PARAM_TRANSITIONS, GradState, ParamState, UnshardedStamp, refuse
-from flatshard._handle.registrations import SHARDED, Registrations
+from flatshard._handle.lifetime import (
+    BY_USER,
+    FILLING,
+    PARAM_TRANSITIONS,
+    REDUCING,
+    SHARDED,
+    UNSHARDING,
+    UnshardedStamp,
+)
+from flatshard._handle.registrations import SHARDED_PARAMS, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo
@@ -36,7 +44,6 @@ from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.user_changes import Conversion, UserChanges, adopt_data
 
-_SHARDED, _UNSHARDING = ParamState.SHARDED, ParamState.UNSHARDING  # as in lifetime.py
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
 
@@ -133,7 +140,7 @@ class FlatParamHandle:
         self.all_ranks = all_ranks
         self.ranks = ranks = all_ranks[0]
         self.runtime = ranks.runtime
-        self.state = _SHARDED
+        self.state = SHARDED
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
         self.gradients = UnitGradients(ranks)
@@ -164,7 +171,7 @@ class FlatParamHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """Return a handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
-        if self.registrations.shows is not SHARDED:
+        if self.registrations.shows is not SHARDED_PARAMS:
             raise RuntimeError(
                 f"cannot copy unit {self.fqn!r} while its parameters are unsharded: copy outside forward, backward and "
                 "summon_full_params, after flatshard.reshard(module)"
@@ -258,7 +265,7 @@ class FlatParamHandle:
 
     @property
     def is_sharded(self) -> bool:
-        return self.state is _SHARDED
+        return self.state is SHARDED
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ class FlatParamHandle:
             for_backward: gather for a backward, which needs the values of its forward.
             exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
-        if self.state is not _SHARDED:
+        if self.state is not SHARDED:
             return
         memory = self.memory
         if memory.in_flight:  # left by an interrupted unshard
@@ -297,9 +304,7 @@ class FlatParamHandle:
             for flat in memory.flats:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
-        self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
-            "unshard", "parameters", self.fqn, self.state
-        )
+        self.state = PARAM_TRANSITIONS[self.state, "unshard"]
 
     def _make_room(self) -> None:
         self.memory.make_room()
@@ -317,7 +322,7 @@ class FlatParamHandle:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
         memory = self.memory
-        if self.state is not _UNSHARDING:
+        if self.state is not UNSHARDING:
             if memory.users is not None:
                 memory.users.add_current()
             return
@@ -333,7 +338,7 @@ class FlatParamHandle:
             self.runtime.fail(ALL_GATHER, self.fqn, e)
         for flat in memory.flats:
             flat.unsharded.open()
-        self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
+        self.state = PARAM_TRANSITIONS[self.state, "wait"]
         memory.users = users
 
     def reshard(self, forward_graph: object = None) -> None:
@@ -342,9 +347,9 @@ class FlatParamHandle:
         ``forward_graph``: an object that lives as long as the graph of the forward that ends, or None if there is no graph.
         While it lives, shards may be kept for the gather of its backward.
         """
-        if self.state is _SHARDED:
+        if self.state is SHARDED:
             return
-        if self.state is _UNSHARDING:
+        if self.state is UNSHARDING:
             try:
                 self.wait()
             except OutOfStepError:
@@ -360,9 +365,7 @@ class FlatParamHandle:
             self.source.drop()
 
     def _free(self, forward_graph: object = None) -> None:
-        memory = self.memory
-        if memory.in_flight:
-            memory.abandon()
+        memory = self.memory  # nothing is in flight: `wait` has ended it
         conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
             conversions = self.user_changes.conversions()
@@ -383,9 +386,7 @@ class FlatParamHandle:
                         seen=forward_graph is not None
                     )  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
-        self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or refuse(
-            "reshard", "parameters", self.fqn, self.state
-        )
+        self.state = PARAM_TRANSITIONS[self.state, "reshard"]
         self.stamp = None
         if conversions:
             self.adopt(conversions)
@@ -413,13 +414,14 @@ class FlatParamHandle:
         return pass_id is None or stamp.by in (BY_USER, pass_id)
 
     def has_values_of(self, version: int) -> bool:
-        """Return whether a backward may use the unsharded parameters for a forward that saw ``version``.
+        """Return whether a backward, which has gathered the unit, may use it for a forward that saw ``version``.
 
         Parameters that have stayed unsharded have its values in any case. But the shards must have them, too: autograd raises
         for its own tensors if they were changed.
         """
         stamp = self.stamp
-        return version == (stamp.version if stamp is not None and stamp.for_backward else self.version())
+        assert stamp is not None
+        return version == (stamp.version if stamp.for_backward else self.version())
 
     def take_over(self, by: int) -> None:
         """Record that ``by`` wants the unsharded parameters: if another did before, they no longer count as a backward's."""
@@ -434,7 +436,7 @@ class FlatParamHandle:
         user.adopt_registered()
         if moved := user.find_moved():
             self.reshard()
-            if self.gradients.state in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
+            if self.gradients.state in (FILLING, REDUCING):  # of a backward that failed
                 self.gradients.discard()
             with torch.inference_mode(False), torch.no_grad():
                 for flat, indices in moved.items():

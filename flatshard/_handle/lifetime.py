@@ -24,9 +24,7 @@ A transition that is not in the tables is a bug in flatshard: it raises, and cha
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, NoReturn
-
-from flatshard._base.errors import InternalError
+from typing import NamedTuple
 
 
 class ParamState(enum.IntEnum):  # not Enum, whose hash is Python code: states are looked up in every step
@@ -45,6 +43,7 @@ class GradState(enum.IntEnum):
 
 
 # For code that runs in each step: in Python 3.11 `GradState.NONE` takes five times as long as a name.
+SHARDED, UNSHARDING, UNSHARDED = ParamState
 NONE, FILLING, HELD, REDUCING, DEFERRED, PARTIAL = GradState
 
 WITHHELD = GradState.HELD, GradState.DEFERRED, GradState.PARTIAL
@@ -91,8 +90,3 @@ class UnshardedStamp(NamedTuple):
     by: int  # the last pass that wanted them, BY_USER, or BY_NONE after a backward
     exact: bool  # they are equal to the shards bit for bit, up to the cast
     for_backward: bool  # they were gathered for a backward
-
-
-def refuse(verb: str, what: str, unit: str, state: enum.IntEnum) -> NoReturn:
-    """Raise for a transition that is not in the tables. ``what``: of the unit."""
-    raise InternalError(f"cannot {verb} the {what} of unit {unit!r} while {state.name}")

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
@@ -131,7 +131,7 @@ class Reduction:
         self._unused = unused
         self.partial = partial
         self._pending: Pending | None = None  # from `start` on
-        if self.flat.is_whole:  # reduced in place
+        if self.flat.holds_all:  # reduced in place
             self._output: torch.Tensor | None = input
         else:
             pool = self.flat.ranks.pool
@@ -147,7 +147,7 @@ class Reduction:
         assert self._output is not None
         flat, runtime, unused = self.flat, self._runtime, self._unused
         try:
-            if flat.is_whole:
+            if flat.holds_all:
                 self._pending = self._reduce_replicas()
             else:
                 if unused.found:
@@ -158,13 +158,14 @@ class Reduction:
             if flat.kind.is_offloaded:
                 self._pending = runtime.then(self._pending, self._copy_to_host)
         except Exception as e:
-            self._fail(e)
+            runtime, verb = self._issued
+            runtime.fail(verb, self.flat.ranks.label.unit, e)
 
-    def _fail(self, error: Exception) -> NoReturn:
-        """Raise ``error`` as that of the collective that was issued last."""
-        ranks, replicas = self.flat.ranks, self._averaged_over
-        runtime, verb = (self._runtime, ranks.reduce_verb) if replicas is None else (replicas, ALL_REDUCE)
-        runtime.fail(verb, ranks.label.unit, error)
+    @property
+    def _issued(self) -> tuple[Runtime, str]:
+        """The runtime and the name of the collective that was issued last."""
+        replicas = self._averaged_over
+        return (self._runtime, self.flat.ranks.reduce_verb) if replicas is None else (replicas, ALL_REDUCE)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or keep it for the next backward to add to."""
@@ -209,7 +210,8 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                self._fail(e)
+                runtime, verb = self._issued
+                runtime.fail(verb, self.flat.ranks.label.unit, e)
 
     def wait(self) -> None:
         """Wait for the end. On an accelerator only the current stream waits. Idempotent.
@@ -227,7 +229,8 @@ class Reduction:
                 self._pending = None
         except Exception as e:
             self._pending = None
-            self._fail(e)
+            runtime, verb = self._issued
+            runtime.fail(verb, self.flat.ranks.label.unit, e)
 
     def abandon(self) -> bool:
         """Wait for the end, ignore an error, and return whether it has ended, so that its memory can be freed."""

@@ -26,11 +26,11 @@ _NONE = itertools.repeat(None)
 class Registered(enum.Enum):
     """The parameters of a unit that are registered in its modules."""
 
-    SHARDED = enum.auto()  # the user's own
-    UNSHARDED = enum.auto()  # the unsharded parameters
+    SHARDED_PARAMS = enum.auto()  # the user's own
+    UNSHARDED_PARAMS = enum.auto()  # the unsharded parameters
 
 
-SHARDED, UNSHARDED = Registered.SHARDED, Registered.UNSHARDED
+SHARDED_PARAMS, UNSHARDED_PARAMS = Registered
 
 Shown = Registered | dict[int, nn.Parameter]
 """The parameters that modules show: one of the two, or others, by ``id`` of the sharded ones."""
@@ -61,14 +61,14 @@ class Registrations:
         self._compute: list[nn.Parameter] = []
         self.unguarded: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # ... or by setattr
         self._shown_at = -1  # `changes.count` when the unsharded parameters were registered
-        self.shows: Shown = SHARDED
+        self.shows: Shown = SHARDED_PARAMS
 
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
         """Add the registration ``module.name``, and show the right parameter in it."""
         parameters = module._parameters
         held = dict.get(parameters, name) if isinstance(parameters, dict) else None  # TorchScript's is none
         self._record(module, parameters, name, sharded, compute)
-        wanted = compute if self.shows is UNSHARDED else sharded
+        wanted = compute if self.shows is UNSHARDED_PARAMS else sharded
         if held is not wanted:
             self.write(module, name, wanted)
 
@@ -117,7 +117,7 @@ class Registrations:
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
         """Return (module, name, sharded parameter, new parameter) of each registration that the user changed."""
-        if self.shows is not SHARDED:
+        if self.shows is not SHARDED_PARAMS:
             return []
         # In C, because every forward calls this.
         if not self.unguarded and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._sharded)):
@@ -142,17 +142,17 @@ class Registrations:
         before = self.shows
         if what is before:
             return
-        if before is UNSHARDED:
+        if before is UNSHARDED_PARAMS:
             _exhaust(map(dict.pop, self._attributes, self._names, _NONE))
             if self._shown_at != changes.count:  # the user may have registered something in between
                 _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
             for module, name, sharded, _ in self.unguarded:
                 self.write(module, name, sharded, is_change=False)
-        elif before is not SHARDED:
+        elif before is not SHARDED_PARAMS:
             for module, name, sharded, _ in self.entries:
                 self.write(module, name, sharded)
-        self.shows = SHARDED
-        if what is UNSHARDED:
+        self.shows = SHARDED_PARAMS
+        if what is UNSHARDED_PARAMS:
             _exhaust(map(operator.setitem, self._attributes, self._names, self._compute))
             for module, name, _, compute in self.unguarded:
                 self.write(module, name, compute, is_change=False)

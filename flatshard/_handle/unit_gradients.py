@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard._base import trace
-from flatshard._base.errors import CollectiveError, OutOfStepError
+from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Streams
 from flatshard._handle.flat_param import FlatParam
@@ -25,7 +25,6 @@ from flatshard._handle.lifetime import (
     PARTIAL,
     REDUCING,
     WITHHELD,
-    refuse,
 )
 from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
@@ -160,8 +159,12 @@ class UnitGradients:
             grads.change_ranks(grads.choose_runtime)
 
     def _transition(self, verb: str) -> None:
-        moved = GRAD_TRANSITIONS.get((self.state, verb))
-        self.state = moved or refuse(verb, "gradients", self._ranks.label.unit, self.state)
+        state = GRAD_TRANSITIONS.get((self.state, verb))
+        if state is None:
+            raise InternalError(
+                f"cannot {verb} the gradients of unit {self._ranks.label.unit!r} while {self.state.name}"
+            )
+        self.state = state
 
     # -- settings of the user ------------------------------------------------------------------------------------------
 

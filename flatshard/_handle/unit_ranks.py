@@ -122,7 +122,7 @@ class UnitRanks:
         return numbers / self.divisor
 
     @property
-    def is_whole(self) -> bool:
+    def holds_all(self) -> bool:
         """Whether the shard is all of the flat parameter: ``NO_SHARD``, or a single rank to shard over."""
         return self.shards is None
 

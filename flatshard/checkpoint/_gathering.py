@@ -35,7 +35,7 @@ def check_one_value(ranks: Iterable[Mapping[str, list[int] | None]]) -> None:
 
 def exchange(flat: FlatParam, text: str) -> list[str]:
     """Gather ``text`` from every rank that ``flat`` is sharded over, in their order."""
-    if flat.is_whole:
+    if flat.holds_all:
         return [text]
     return exchange_over(flat.ranks.runtime.exact, flat.ranks.label, text)
 

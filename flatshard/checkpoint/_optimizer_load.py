@@ -56,7 +56,7 @@ def load_optim_state_dict(
     except ValueError as e:
         problem = str(e)
     # Even if all values are shards: a rank may have none, or full values of what it alone steps, and could not tell.
-    agree({flat.ranks for _, flat in names.flats if not flat.is_whole}, "load_optim_state_dict", problem, ValueError)
+    agree({flat.ranks for _, flat in names.flats if not flat.holds_all}, "load_optim_state_dict", problem, ValueError)
     for optimizer, load in loads:
         load_into(optimizer, load)
 

@@ -82,7 +82,7 @@ class SteppedParam:
     @property
     def is_full(self) -> bool:
         """Whether this rank has all elements of the parameter, as every other has."""
-        return self.info is None or self.info.is_whole
+        return self.info is None or self.info.is_full
 
     def piece(self, value: torch.Tensor) -> torch.Tensor | None:
         """Return the elements of ``value`` that are for ``param``, or None if it has another shape than ``stepped``."""

@@ -316,7 +316,7 @@ def _agree_on_placements(table: list[tuple[FlatParam, list[Row | None]]]) -> dic
     """
     by_ranks: dict[tuple[int, bool], list[tuple[FlatParam, list[Row | None]]]] = {}
     for flat, rows in table:
-        by_ranks.setdefault((flat.ranks.runtime.number, flat.is_whole), []).append((flat, rows))
+        by_ranks.setdefault((flat.ranks.runtime.number, flat.holds_all), []).append((flat, rows))
     result: dict[str, dict[str, Placed]] = {}
     problems: list[str] = []
     for (_, is_full), of_ranks in sorted(by_ranks.items(), key=lambda each: each[0]):
@@ -332,7 +332,7 @@ def _agree_on_placements(table: list[tuple[FlatParam, list[Row | None]]]) -> dic
             ordered = [placed for has, placed in told if not has][::-1] + [placed for has, placed in told if has][::-1]
             # Ranks with elements decide, the first of them last: an empty shard's state may be in another form.
             result[fqn] = {key: at for placed in ordered for key, at in placed.items()}
-    shared = [flat.ranks for flat, _ in table if not flat.is_whole]
+    shared = [flat.ranks for flat, _ in table if not flat.holds_all]
     replicas = [ranks_of.replicas for ranks_of in shared if ranks_of.replicas is not None]
     if on_any_rank(replicas, on_any_rank([ranks_of.runtime for ranks_of in shared], bool(problems))):
         raise ValueError(

@@ -127,7 +127,7 @@ class ShardedValue(torch.Tensor):
         part, origin = self.part, self._origin
         if origin is None:
             raise RuntimeError(f"{_name(self)}.full_tensor(): it was unpickled, and {_CURE}")
-        if not origin.info.is_whole:
+        if not origin.info.is_full:
             barrier([origin.runtime], f"full_tensor of {origin.info.fqn!r}")
             numel = math.prod(part.block_shape)
             flat = from_parts(origin.runtime, self._local, part.start, numel, self.dtype)
@@ -364,7 +364,7 @@ def part_of(info: ShardInfo) -> Part:
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """Return ``tensor``, which lies in memory as ``param`` does, as state dicts hold it. A full tensor stays as it is."""
     info: ShardInfo | None = getattr(param, "_flatshard_info", None)
-    if info is None or (info.runtime is None and info.is_whole and info.parallel is None):
+    if info is None or (info.runtime is None and info.is_full and info.parallel is None):
         return tensor
     local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
     flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
@@ -470,7 +470,7 @@ def _unwrapped(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
 
 def is_part(source: object) -> TypeGuard[ShardedParameter]:
     """Return whether ``source`` is a parameter that is cut over ranks, as in ``state_dict(keep_vars=True)``."""
-    return isinstance(source, ShardedParameter) and not source._flatshard_info.is_whole
+    return isinstance(source, ShardedParameter) and not source._flatshard_info.is_full
 
 
 def _other_part(what: str) -> str:
@@ -487,7 +487,7 @@ def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
         return info.shaped(source._flatshard_info.in_memory_order(source.detach()))
     if isinstance(source, ShardedValue):
         local = source._local
-    elif info.is_whole and not is_dtensor(source) and info.parallel is None:
+    elif info.is_full and not is_dtensor(source) and info.parallel is None:
         return source if source.shape == info.shape else source.reshape(info.shape)
     else:
         if not info.shape and source.dim():

@@ -26,7 +26,7 @@ from flatshard._composable.state import Unit, current_graph_task
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._barrier import barrier
@@ -308,7 +308,9 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             names = name_list(u.fqn or "<root>" for u in reached)
             raise RuntimeError(f"{verb}: {names} are in a backward. Call it when loss.backward() has returned")
         settle(reached)
-    unsharded = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED]
+    unsharded = [
+        u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED_PARAMS
+    ]
     if unsharded:
         raise RuntimeError(
             f"{verb}: {name_list(unsharded)} are unsharded since unshard(): call flatshard.reshard(module) first"

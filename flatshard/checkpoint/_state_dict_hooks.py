@@ -27,7 +27,7 @@ from flatshard._composable.claims import Reason
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import FeatureLink
 from flatshard._composable.state import Unit, owner_of
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 from flatshard._handle.tensors.shard import ShardTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter, sharded_types
 from flatshard._handle.unit_ranks import UnitRanks
@@ -100,7 +100,7 @@ class StateDictHooks:
                 unit.show()
                 if unit.handle.user_changes.conversions():
                     unit.release(Reason.ASKED)  # which adopts them
-            if unit.handle.registrations.shows is SHARDED:
+            if unit.handle.registrations.shows is SHARDED_PARAMS:
                 unit.handle.check_parameters()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

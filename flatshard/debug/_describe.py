@@ -82,7 +82,7 @@ class Description:
 
     def _ranks(self, unit: UnitDescription, flat: FlatDescription) -> str:
         """Return how many ranks ``flat`` is sharded over, if not as many as the rest of the module, as text."""
-        usual = flat.world_size == self.world_size or ShardingStrategy[unit.strategy].is_whole
+        usual = flat.world_size == self.world_size or ShardingStrategy[unit.strategy].is_replicated
         return "" if usual else f" of {flat.world_size} ranks"
 
     @property

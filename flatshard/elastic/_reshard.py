@@ -295,7 +295,7 @@ class Move:
         """Return the shard of a unit that a rank will have."""
         place = self._places[rank]
         assert place is not None
-        return 0 if self._job.units[unit].config.strategy.is_whole else place[0]
+        return 0 if self._job.units[unit].config.strategy.is_replicated else place[0]
 
     def _span(self, at: ParamAt, shard: int) -> tuple[int, int]:
         part = self._planned[at.unit][at.flat].layout.shard_slices(shard)[at.param]

@@ -31,7 +31,7 @@ from flatshard._composable.hooks import is_running, settle_context
 from flatshard._composable.state import Context, Unit
 from flatshard._handle.layout import PlannedFlat
 from flatshard._handle.lifetime import GradState
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 from flatshard._handle.unsharded import Pools
 
 
@@ -63,7 +63,7 @@ def destination_over(units: Sequence[Unit], process_group: Any, device_mesh: Dev
 def place_of(units: Sequence[Unit]) -> tuple[int, int]:
     """Return this rank's shard and the number of shards of units that share their ranks."""
     for unit in units:
-        if not unit.config.strategy.is_whole:
+        if not unit.config.strategy.is_replicated:
             return unit.handle.ranks.rank, _shards(unit)
     return 0, 1
 
@@ -82,7 +82,7 @@ def cuts(units: Iterable[Unit], size: int) -> list[list[PlannedFlat]]:
     loads: dict[int, Counter[int]] = {}
     found = []
     for unit in units:
-        number = 1 if unit.config.strategy.is_whole else size
+        number = 1 if unit.config.strategy.is_replicated else size
         handle, choice = unit.handle, unit.config.layout
         found.append([plan_again(flat, handle.fqn, choice, number, loads) for flat in handle.flats])
     return found
@@ -104,7 +104,9 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
         unit.handle.check_parameters()
     # Parameters that are shown unsharded would stay those of the old ranks.
     claimed = [
-        u.fqn for u in units if any(c is not KEPT for c in u.claims) or u.handle.registrations.shows is not SHARDED
+        u.fqn
+        for u in units
+        if any(c is not KEPT for c in u.claims) or u.handle.registrations.shows is not SHARDED_PARAMS
     ]
     if claimed:
         raise RuntimeError(

@@ -44,7 +44,7 @@ def iter_param_shards(
     for name, param in model.named_parameters():
         cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
         info = shard_info(param)
-        if not isinstance(param, ShardedParameter) or info is None or info.is_whole:
+        if not isinstance(param, ShardedParameter) or info is None or info.is_full:
             yield name, param.detach().to(cast), ShardSpec(full_shape=tuple(param.shape))
             continue
         why = None

@@ -19,7 +19,7 @@ from flatshard._comm.rank_group import RankGroup
 from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import owner_of
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
@@ -169,7 +169,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
         )
     owners = units_of_parameters(module)
     for owner in owners:
-        if owner.handle.registrations.shows is not SHARDED:
+        if owner.handle.registrations.shows is not SHARDED_PARAMS:
             raise _unsharded(owner.fqn, verb)
     check_reduced(owners, verb)
     check_kept(owners, verb)

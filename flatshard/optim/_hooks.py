@@ -35,7 +35,7 @@ from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._handle.registrations import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED_PARAMS
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.checkpoint._optimizer_hooks import hook_optimizer
@@ -264,7 +264,7 @@ def _holds_unsharded(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
         shows = unit.handle.registrations.shows
         copies = shows.values() if isinstance(shows, dict) else ()
         found.update((id(p), (copy_names.get(p, ""), True)) for p in copies if id(p) in wanted)
-        whole = shows is UNSHARDED and not any(claim.uses and not claim.shown_to_user for claim in unit.claims)
+        whole = shows is UNSHARDED_PARAMS and not any(claim.uses and not claim.shown_to_user for claim in unit.claims)
         for flat in unit.handle.flats:
             for info, compute in zip(flat.layout.params, flat.unsharded.params, strict=True):
                 if id(compute) in wanted:

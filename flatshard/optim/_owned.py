@@ -55,7 +55,7 @@ class Owned(Stepped):
         layout, work = flat.layout, work_of(owned_shape(param))
         holders = layout.holders(index)
         self.is_cut = len(holders) > 1
-        if not flat.is_whole:
+        if not flat.holds_all:
             self.owner = _chosen(holders, work, loads)
             self.is_mine = self.owner == flat.ranks.rank
             loads[self.owner] += work

@@ -163,7 +163,7 @@ def _try(optimizer: Optimizer, inner: Optimizer) -> str | None:
         )
         for param in settings["params"]:
             info = shard_info(param)
-            if not by_unit and (info is None or info.is_whole):
+            if not by_unit and (info is None or info.is_full):
                 continue
             ndim = max(1, len(full_shape(param)))
             by_rows = None if info is None or in_full or not info.is_cut else info.by_rows
@@ -233,7 +233,7 @@ def _why_not_full(params: Iterable[torch.Tensor], name: str, steps_empty: bool) 
             f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout"
             + (f", {_KEEP_WHOLE}" if steps_empty else "")
         )
-    if not steps_empty and (empty := [i.fqn for i in infos if not i.is_whole]):
+    if not steps_empty and (empty := [i.fqn for i in infos if not i.is_full]):
         return (
             f"{name} cannot step parameters without elements, such as {empty[0]!r} on some ranks: use "
             f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"

@@ -194,7 +194,7 @@ def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Cho
     del over[choice.strategy]
     if any(len(unit.groups) > 1 for unit in choice.planned):  # ``shard_mesh_fn`` chose for this kind of strategy
         kinds = choice.strategy.is_hybrid, False, False
-        over = {s: each for s, each in over.items() if (s.is_hybrid, s.is_whole, s.joins_axes) == kinds}
+        over = {s: each for s, each in over.items() if (s.is_hybrid, s.is_replicated, s.joins_axes) == kinds}
     return [(changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
 
 
@@ -249,7 +249,7 @@ def _unit_plan(
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [g for g in unit.handle.gradients.flats if g.is_reduced and any(g.flat.requires_grad)]
-    outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.is_whole]
+    outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.holds_all]
     kind = "reduce-scatter" if outputs else "all-reduce"
     inputs = [c.nbytes for c in issued if c.kind == kind and c.group not in others_send]
     return UnitPlan(

@@ -81,7 +81,7 @@ class _Update:
         return sum(map(len, self.messages.values()))
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.messages) == self.count
 
 
@@ -112,7 +112,7 @@ class _Source:
     def newest(self) -> int:
         """The newest version without missing data, or -1."""
         version = min(self.bases)
-        while version >= 0 and version + 1 in self.updates and self.updates[version + 1].is_whole:
+        while version >= 0 and version + 1 in self.updates and self.updates[version + 1].is_complete:
             version += 1
         return version
 

@@ -184,7 +184,7 @@ schedule = partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)
 def test_a_scheduler_may_be_made_before_or_after_loading(ctx, path: str, saved_with: bool) -> None:
     """Groups after loading equal a plain optimizer's, whenever the scheduler is made."""
     make = OPTIMIZERS["AdamW"]
-    model, optimizer = restarts.sharded(ctx, make, 0, is_whole=False)
+    model, optimizer = restarts.sharded(ctx, make, 0, steps_whole=False)
     if saved_with:
         schedule(optimizer)
     restarts.train(model, optimizer, 0, ctx, 1)
@@ -193,7 +193,7 @@ def test_a_scheduler_may_be_made_before_or_after_loading(ctx, path: str, saved_w
         write(ctx, f"{path}-{kind}", model, optimizer)
     for how, made_before in itertools.product(ASKED_FOR, (True, False)):
         kind, load = restarts.LOADS[how]
-        other, its_optimizer = restarts.sharded(ctx, make, 1, is_whole=False)
+        other, its_optimizer = restarts.sharded(ctx, make, 1, steps_whole=False)
         if made_before:
             schedule(its_optimizer)
         load(ctx, f"{path}-{kind}", other, its_optimizer)

@@ -184,8 +184,8 @@ class Sharding:
         def shard_one(module: Any, policy: Any = None, strategy: str | None = None) -> Any:
             given = {**options, "policy": policy, "mixed_precision": self.mixed_precision(module is model)}
             given |= {} if strategy is None else {"strategy": flatshard.ShardingStrategy[strategy]}
-            is_whole = given["strategy"] is flatshard.ShardingStrategy.NO_SHARD
-            given |= {"process_group": ranks.group} if is_whole else self._where(ranks)
+            is_replicated = given["strategy"] is flatshard.ShardingStrategy.NO_SHARD
+            given |= {"process_group": ranks.group} if is_replicated else self._where(ranks)
             if module is not model and ignored:
                 modules = [m for each in (module if isinstance(module, list) else [module]) for m in each.modules()]
                 given["ignored_states"] = [m for m in ignored if m in modules] or None
@@ -321,7 +321,7 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
         found["unit_strategies"] = tuple(rng.choice([*own, "NO_SHARD"]) for _ in range(3))
     strategies = {strategy, *found.get("unit_strategies", ())}
     no_shard = "NO_SHARD" in strategies
-    is_whole = no_shard or not strategies.isdisjoint(("SHARD_OPTIM", "HYBRID_SHARD_OPTIM"))
+    stays_unsharded = no_shard or not strategies.isdisjoint(("SHARD_OPTIM", "HYBRID_SHARD_OPTIM"))
     if "param_dtype" in found and kind in ("manual", "none") and rng.random() < 0.4:
         found["output_dtype"] = rng.choice([torch.float32, torch.float64])
     if size == 1 or hybrid:
@@ -335,7 +335,7 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
         found[name] = rng.random() < 0.2
     if rng.random() < 0.4:
         smaller = 2 if found.get("mesh", (1, size)) == (1, 4) and strategy != "HYBRID_FULL_SHARD" else True
-        found["reshard_after_forward"] = rng.choice([False, *[True, smaller, smaller] * (not is_whole)])
+        found["reshard_after_forward"] = rng.choice([False, *[True, smaller, smaller] * (not stays_unsharded)])
     if rng.random() < 0.2:
         found["prefetch_limit_bytes"] = rng.choice([0, 500])
     if rng.random() < 0.15:

@@ -383,9 +383,9 @@ class Runner:
                     f"{what} has {'a' if there else 'no'} gradient"
                 )
                 if there and plain.grad is not None:
-                    is_whole = where is seen and seen is not own
-                    expected = plain.grad if is_whole else part_of(own, plain.grad)
-                    got = where.grad if is_whole else flat(where.grad, info)
+                    is_full = where is seen and seen is not own
+                    expected = plain.grad if is_full else part_of(own, plain.grad)
+                    got = where.grad if is_full else flat(where.grad, info)
                     scale = max(grads[name], least, twin.rounding.scales.get(name, 0.0) if twin.rounding else 0.0)
                     pairs.append((got, expected, twin.rtol, f"the gradient of {what}", scale))
             if not (self.interrupted or twin.rounding):

@@ -218,10 +218,10 @@ def test_units_of_several_flat_parameters_are_unsharded_in_any_order(world):
     pairs = [nn.Sequential(linear(), linear().requires_grad_(False)) for _ in range(3)]  # two flat parameters each
     units = [*pairs, *(linear() for _ in range(3))]
     fully_shard(nn.Sequential(*units), policy=CustomPolicy(lambda m: m in units), static_buffers=True)
-    rng, are_whole = random.Random(0), dict.fromkeys(units, False)
+    rng, are_unsharded = random.Random(0), dict.fromkeys(units, False)
     for _ in range(100):
         unit = rng.choice(units)
-        (flatshard.reshard if are_whole[unit] else flatshard.unshard)(unit)
-        are_whole[unit] = not are_whole[unit]
-        weights = [p for unit, is_whole in are_whole.items() if is_whole for p in unit.parameters()]
+        (flatshard.reshard if are_unsharded[unit] else flatshard.unshard)(unit)
+        are_unsharded[unit] = not are_unsharded[unit]
+        weights = [p for unit, is_unsharded in are_unsharded.items() if is_unsharded for p in unit.parameters()]
         assert len({p.data_ptr() for p in weights}) == len(weights)

@@ -51,9 +51,9 @@ def save(ctx: Any, path: str, names: list[str]) -> dict[str, bool]:
     return {name: restarts.save(ctx, name, all_of_them()[name], path) for name in names}
 
 
-def restart(ctx: Any, path: str, is_whole: dict[str, bool]) -> None:
-    for name, steps_whole in is_whole.items():
-        restarts.restart(ctx, name, all_of_them()[name], path, steps_whole)
+def restart(ctx: Any, path: str, steps_whole: dict[str, bool]) -> None:
+    for name, is_wrapped in steps_whole.items():
+        restarts.restart(ctx, name, all_of_them()[name], path, is_wrapped)
 
 
 def test_other_ranks_go_on(pool, tmp_path):

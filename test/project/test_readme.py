@@ -80,7 +80,7 @@ def test_the_table_of_strategies_is_that_of_the_code():
     for strategy in ShardingStrategy:
         row = strategy.placements
         moved = moves[row.until.name]
-        if strategy.is_whole:
+        if strategy.is_replicated:
             moved = "(only cast, to another compute dtype) | backward, what was cast"
         elif row.over_outer and row.over_outer.name == "SHARDED":
             moved = moved.replace(" |", "; over the outer axis once, if the shards have changed |", 1)

@@ -121,7 +121,7 @@ def check_mesh_choice(unit: PlannedUnit, fqn: str) -> None:
     config, size = unit.config, unit.config.reshard_after_forward
     if config.strategy.joins_axes:
         raise ValueError(f"shard_mesh_fn: not with {config.strategy}, which shards over both axes of one mesh: omit it")
-    if config.strategy.is_whole:
+    if config.strategy.is_replicated:
         raise ValueError(
             f"shard_mesh_fn shards parameter {fqn!r} over another mesh, but strategy is {config.strategy}, which shards "
             "nothing: use FULL_SHARD, or SHARD_GRAD_OP"

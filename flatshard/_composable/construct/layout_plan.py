@@ -84,7 +84,7 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         ValueError: a strict layout would exceed its limit on padding, or a parameter's dtype is none that it can have.
     """
     config = unit.config
-    is_sharded = not config.strategy.is_whole
+    is_sharded = not config.strategy.is_replicated
     sizes = {groups: world_size if groups is None else groups[0].size() for groups in unit.groups}
     found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions, bool], list[_Member]] = {}
     copied = _copied(unit.owned)

@@ -203,7 +203,7 @@ def register_comm_hook(
         unit
         for unit in units
         if any(grads.is_reduced for grads in unit.handle.gradients.flats)
-        and not (unit.config.strategy.is_hybrid and unit.handle.ranks.is_whole)  # no reduction within a group of one
+        and not (unit.config.strategy.is_hybrid and unit.handle.ranks.holds_all)  # no reduction within a group of one
     ]
     if not reduced:
         world_size = units[0].runtime.world_size
@@ -222,7 +222,7 @@ def register_comm_hook(
 
 def _check_hook(hook: Any, unit: Unit) -> None:
     arguments = ["state", "gradient"]
-    if not unit.config.strategy.is_whole:
+    if not unit.config.strategy.is_replicated:
         arguments.append("output")
     if (why := why_not_called(hook, *arguments)) is not None:
         raise TypeError(

@@ -281,5 +281,5 @@ def _copied(flat: FlatParam) -> Iterator[tuple[str, float, list[Runtime]]]:
     for info, part, wrapping in zip(flat.layout.params, flat.slices, flat.wrappings, strict=True):
         if wrapping is not None and (runtimes := wrapping.replicas(flat.kind.device)):
             mine = flat.shard[part.start : part.stop].view(torch.uint8)
-            counted = not flat.is_whole or flat.ranks.is_first_replica
+            counted = not flat.holds_all or flat.ranks.is_first_replica
             yield info.fqn, float(mine.sum(dtype=torch.int64)) * counted, runtimes

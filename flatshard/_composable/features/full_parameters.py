@@ -30,7 +30,7 @@ class Gathering:
         self._flat, self._layout = flat, flat.layout
         self._pending: Pending = Done()
         own = flat.shard if own is None else own
-        if flat.is_whole:
+        if flat.holds_all:
             self.flat = own
             return
         rank, size = flat.ranks.rank, self._layout.shard_numel
@@ -133,7 +133,7 @@ def _set_gradient(target: nn.Parameter, grad: torch.Tensor | None) -> None:
 def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
     """Return the full parameters in their own dtype, in new memory."""
     own = flat.on_compute_device()
-    full = Gathering(flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
+    full = Gathering(flat, own.clone() if flat.holds_all and own is flat.shard else own).wait()
     result = []
     for param, value, wrapping in zip(flat.params, full, flat.wrappings, strict=True):
         copy = nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)
@@ -153,7 +153,7 @@ def _gather_full_gradients(gradients: FlatGradients) -> list[torch.Tensor | None
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
     here = present[flat.ranks.rank]
     here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8, device="cpu"))
-    if not flat.is_whole:
+    if not flat.holds_all:
         gather_exactly(flat, present.view(-1), here).wait()
     seen: list[int] = present.amax(0).tolist()
     if not any(seen):

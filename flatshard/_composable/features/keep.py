@@ -30,7 +30,7 @@ from flatshard._composable.find import units_of
 from flatshard._composable.hooks import UnitHooks, overridden, settle
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import Unit, owner_of, unit_of
-from flatshard._handle.registrations import SHARDED, UNSHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS, UNSHARDED_PARAMS
 
 
 class Threads:
@@ -96,7 +96,7 @@ class _Unrecorded(Claim):
         if not unit.claims.in_use:
             unit.release(Reason.OUTDATED)  # what an earlier forward left may be
             handle.check_parameters()
-        self.shows = UNSHARDED
+        self.shows = UNSHARDED_PARAMS
         unit.claims.append(self)
         self._hooks = UnitHooks.of(unit)
         self._around = self._hooks.record(self)
@@ -137,7 +137,7 @@ class _Unrecorded(Claim):
         outermost = self._threads.begin(module)
         for needed in self.unit.needs:
             needed.handle.wait()
-            if needed.handle.registrations.shows is not UNSHARDED:  # `state_dict` has shown the sharded ones
+            if needed.handle.registrations.shows is not UNSHARDED_PARAMS:  # `state_dict` has shown the sharded ones
                 needed.show()
         changed: tuple[Any, Any] | None = None
         for before in self._before:
@@ -282,7 +282,7 @@ class _Past:
         unit = self.unit
         if torch.compiler.is_compiling() or unit is None:
             return None
-        if unit.handle.registrations.shows is not SHARDED and (unit.claims.in_use or not unit.is_outdated):
+        if unit.handle.registrations.shows is not SHARDED_PARAMS and (unit.claims.in_use or not unit.is_outdated):
             return None
         hooks = UnitHooks.of(unit)
 

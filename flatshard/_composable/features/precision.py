@@ -22,7 +22,7 @@ from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.summon import summoned_units
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit
-from flatshard._handle.registrations import UNSHARDED
+from flatshard._handle.registrations import UNSHARDED_PARAMS
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -100,7 +100,7 @@ class MixedForward(ForwardFeature):
         outermost = len(running) == 1 and running[0].unit is self.unit
         if summoned_units and not outermost and (dtype := self._differs(forward, args, kwargs)) is not None:
             return cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        if forward.claim.shows is not UNSHARDED:
+        if forward.claim.shows is not UNSHARDED_PARAMS:
             return None
         return self.before_unrecorded(args, kwargs, outermost)
 
@@ -109,7 +109,7 @@ class MixedForward(ForwardFeature):
         low = self.unit.config.mixed_precision.param_dtype
         full = next((f.kind.dtype for f in self.unit.handle.flats if f.kind.dtype.is_floating_point), None)
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
-        own, other = (low, full) if forward.claim.shows is UNSHARDED else (full, low)
+        own, other = (low, full) if forward.claim.shows is UNSHARDED_PARAMS else (full, low)
         if own is None or given is None or own is other or given is not other:
             return None
         self._around.append((forward, given))

@@ -16,7 +16,7 @@ from flatshard._composable.find import contexts_of, units_of, units_of_parameter
 from flatshard._composable.hooks import is_running, recover_context, settle
 from flatshard._composable.state import Unit, own_copies
 from flatshard._handle.lifetime import BY_USER
-from flatshard._handle.registrations import SHARDED, UNSHARDED, Registrations
+from flatshard._handle.registrations import SHARDED_PARAMS, UNSHARDED_PARAMS, Registrations
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 summoned_units: list[list[Unit]] = []
@@ -174,7 +174,7 @@ class _Summoned(Claim):
         if around:
             self.shows, self.need = around[-1].shows, around[-1].need
             unit.show()
-            if self.shows is not SHARDED:
+            if self.shows is not SHARDED_PARAMS:
                 self._note_values()
             return
         unit.release(Reason.OUTDATED)  # what an earlier forward left may be
@@ -197,7 +197,7 @@ class _Summoned(Claim):
             own_copies(unit, copies.values())
         if self.shows_gradients:
             whole.gather_gradients(copies)
-        self.shows = UNSHARDED if copies is None else copies
+        self.shows = UNSHARDED_PARAMS if copies is None else copies
         self.need = Need.VALUES if copies is None else Need.COPIES
         if copies is None and handle.never_gathers:
             self._note_values()
@@ -218,7 +218,7 @@ class _Summoned(Claim):
         if self.shows_gradients:
             FullParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
-        self.shows, self.need, self.before = SHARDED, Need.COPIES, None
+        self.shows, self.need, self.before = SHARDED_PARAMS, Need.COPIES, None
         self.unit.release(Reason.ACCESSED)
 
     def end(self, writeback: bool) -> None:
@@ -230,7 +230,7 @@ class _Summoned(Claim):
         try:
             if writeback:
                 self._take_over_assigned()
-            if self.shows is not SHARDED:
+            if self.shows is not SHARDED_PARAMS:
                 self._end(writeback)
         finally:
             self._release()
@@ -317,7 +317,7 @@ def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:
 
 def _assigned(registrations: Registrations) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
     """Return (sharded, shown, registered parameter) of each registration that the body changed."""
-    if registrations.shows is SHARDED:
+    if registrations.shows is SHARDED_PARAMS:
         return
     for module, name, sharded, compute in registrations.entries:
         shown = registrations.shows[id(sharded)] if isinstance(registrations.shows, dict) else compute
@@ -343,7 +343,7 @@ def _check_all_ranks(unit: Unit, what: str, may_on_rank0: bool = False) -> None:
     ``may_on_rank0``: allow it on a rank that has the unsharded parameters already.
     """
     found = [summoned for summoned in _summons(unit) if summoned.on_rank0]
-    if found and not (may_on_rank0 and found[-1].shows is not SHARDED):
+    if found and not (may_on_rank0 and found[-1].shows is not SHARDED_PARAMS):
         raise RuntimeError(
             f"{what} of unit {unit.fqn or '<root>'!r} inside summon_full_params(rank0_only=True): rank 0 has the unsharded "
             "parameters already, and only the others would gather. Leave the `with` block first, or pass rank0_only=False"
@@ -369,7 +369,7 @@ class UnshardHandle:
         for unit in units:
             if unit.is_unsharded_by_user:  # else a forward used and freed it meanwhile
                 unit.handle.wait()
-                unit.show(UNSHARDED)
+                unit.show(UNSHARDED_PARAMS)
                 unit.context.runtime.wait_for_host_reads()
 
 

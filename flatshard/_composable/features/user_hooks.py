@@ -16,7 +16,7 @@ from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.state import Unit
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.registrations import SHARDED
+from flatshard._handle.registrations import SHARDED_PARAMS
 from flatshard._handle.unit_gradients import WithGradients
 
 
@@ -51,7 +51,7 @@ class UserHooksOfUnit(ForwardFeature):
         if self.callbacks:
             # A callback that calls `module.parameters()` must get the sharded parameters, which have the gradients.
             registrations, shown = unit.handle.registrations, unit.handle.registrations.shows
-            registrations.show(SHARDED)
+            registrations.show(SHARDED_PARAMS)
             try:
                 for callback in list(self.callbacks.values()):
                     callback()

@@ -52,7 +52,7 @@ def watch_all(params: Iterable[nn.Parameter]) -> list[Node]:
 def _take(of: weakref.ref[Any], grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Return the gradients that the parameter gets in place of ``grads``."""
     info: Any = of()._flatshard_info  # type: ignore[union-attr]  # the node keeps it
-    if not info.is_whole:
+    if not info.is_full:
         raise RuntimeError(
             f"{info.describe()}, and a function of torch took this shard for the full parameter, so its gradient would be "
             "wrong. Methods are those of the full parameter: p.sum() for torch.sum(p), (p - q).square().mean() for "

@@ -120,7 +120,7 @@ class GuardedParameters(Parameters):
         Raises:
             RuntimeError: a forward of this dict's module reads it. Others may: ``model.head.weight.grad``.
         """
-        if not param._flatshard_info.is_whole and (forward := caller.forward_of(self)) is not None:
+        if not param._flatshard_info.is_full and (forward := caller.forward_of(self)) is not None:
             raise RuntimeError(forward.explain(param))
         _refuse_early(param, caller)
         return show_full(param, super().values())
@@ -208,7 +208,7 @@ class GuardedParameters(Parameters):
         memo[id(self)] = result
         for name, param in super().items():
             result[name] = copy.deepcopy(param, memo)
-        result.shards = {name: info for name, info in infos.items() if not info.is_whole}
+        result.shards = {name: info for name, info in infos.items() if not info.is_full}
         return result
 
     def adopt(self, attributes: dict[str, Any]) -> None:

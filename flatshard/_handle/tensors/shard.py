@@ -141,7 +141,7 @@ def refuse_full_shape(error: RuntimeError, func: Function, *arguments: Any) -> N
         tensors = list(tensors_in(arguments))
         shapes = {tuple(t.shape) for t in tensors}
     for info in (t._flatshard_info for t in tensors if hasattr(t, "_flatshard_info")):
-        if info.full_shape in shapes and not info.is_whole:
+        if info.full_shape in shapes and not info.is_full:
             name = name_of(func)
             raise RuntimeError(info.explain_full_shape(_SYMBOLS.get(name, name))) from error
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from flatshard._base.old_names import OldMember
 from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.adapters.tensor_parallel import TensorParallel
 from flatshard._handle.adapters.wrapping import Wrapping
@@ -54,26 +55,28 @@ class ShardInfo:
         return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this rank has all of the parameter: ``NO_SHARD``, or a single rank to shard over."""
+    def is_full(self) -> bool:
+        """Whether every rank has all of the parameter: ``NO_SHARD``, or a single rank to shard over."""
         return self.shard_world_size == 1
+
+    is_whole = OldMember("is_full")
 
     @property
     def is_cut(self) -> bool:
         """Internal: whether no rank has all of it in its own shape."""
-        return not self.is_whole and (self.owner is None or not (self.by_rows or len(self.shape) < 2))
+        return not self.is_full and (self.owner is None or not (self.by_rows or len(self.shape) < 2))
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of this rank's shard: 1-D; ``(rows, *rest)`` if cut by rows; the full shape on a single rank."""
-        if self.is_whole:
+        if self.is_full:
             return self.shape
         return part_shape(self.shape, self.stop - self.start, self.by_rows)
 
     @property
     def rows(self) -> tuple[int, int] | None:
         """The rows of the parameter that this rank has, half-open. None if it was not cut by rows."""
-        if not self.shape or not (self.by_rows or self.is_whole):
+        if not self.shape or not (self.by_rows or self.is_full):
             return None
         row = max(1, math.prod(self.shape[1:]))
         return self.start // row, self.stop // row

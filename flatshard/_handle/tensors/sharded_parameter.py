@@ -117,7 +117,7 @@ def _filled_or_drawn(name: str) -> Any:
 def _is_part(param: ShardedParameter) -> bool:
     """Return whether other ranks have other shards of ``param``."""
     info = param._flatshard_info
-    if info.runtime is None or info.is_whole:
+    if info.runtime is None or info.is_full:
         return False
     flat = _flat_params.get(id(param))
     return (
