@@ -93,6 +93,23 @@ def test_an_average_that_was_copied_before_is_told_when_the_script_ends(world, c
     average(mean, model)
 
 
+def test_a_gradient_with_respect_to_a_shard_is_told_when_the_script_ends(world, capsys):
+    """The same: torch.autograd.grad looks into the graph alone."""
+    world(4)
+    model = fully_shard(Net(), policy={Block})
+    out = model(torch.ones(2, 4))
+    for inputs in (model.head.weight, [out, model.head.weight]):
+        with pytest.raises(RuntimeError, match="not have been used in the graph") as found:
+            torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        sys.excepthook(found.type, found.value, found.tb)
+        assert (
+            "'head.weight' is sharded, and a graph has the full parameter in its place. Call" in capsys.readouterr().err
+        )
+    torch.autograd.grad(out.sum(), out, retain_graph=True)  # as it says
+    out.sum().backward()
+    assert model.head.weight.grad.norm() >= 0
+
+
 def test_other_errors_that_end_a_script_get_no_note(world):
     world(4)
     p = fully_shard(Net(), policy={Block}).front.weight
