@@ -46,6 +46,8 @@ def _explain_file(path: Path, start: bytes) -> str:
 def explain_folder(names: Iterable[str], checkpoints: Sequence[str] = ()) -> str:
     """Return what a folder without metadata is, by the ``names`` in it, of which some are ``checkpoints``."""
     names = sorted(names)
+    if checkpoints:
+        return f"is no checkpoint, but has some in it: give the path of one, {name_list(checkpoints)}"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return (
             "is a folder of safetensors, and no checkpoint: read it by "
@@ -55,6 +57,4 @@ def explain_folder(names: Iterable[str], checkpoints: Sequence[str] = ()) -> str
     if files := [name for name in names if name.endswith(_OF_TORCH)]:
         several = ". Of several files make one dict first" if len(files) > 1 else ""
         return f"has {name_list(files, 3)}, of torch.save, and no checkpoint: read by {_LOAD}{several}"
-    if checkpoints:
-        return f"is no checkpoint, but has some in it: give the path of one, {name_list(checkpoints)}"
     return "is no checkpoint: it has no .metadata, so a save that did not end wrote it"

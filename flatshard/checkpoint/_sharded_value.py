@@ -33,7 +33,7 @@ from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.shard_info import ShardInfo, attribute_of_dtensors, in_memory_order
+from flatshard._handle.tensors.shard_info import TO_COPY, ShardInfo, attribute_of_dtensors, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, sharded_types
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
@@ -235,8 +235,9 @@ def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
     if isinstance(operand, ShardedValue) and operand.part == value.part:
         return operand._local
     if isinstance(operand, torch.Tensor) and operand.numel() != 1 and not _is_prepared(func, value.part, operand):
+        cure = f"{_CURE}. {TO_COPY}" if operand.shape == value.shape else _CURE
         raise ValueError(
-            f"{func} of {_name(value)} ({value!r}) and one with another layout ({_describe(operand)}): {_CURE}"
+            f"{func} of {_name(value)} ({value!r}) and one with another layout ({_describe(operand)}): {cure}"
         )
     return operand
 

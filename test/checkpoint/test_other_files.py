@@ -70,7 +70,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"is a file of a checkpoint: give its folder, '.*/x'",
     ),
     "a folder of checkpoints": (
-        lambda at: checkpoint(at / "step-1").parent,
+        lambda at: torch_file(checkpoint(at / "step-1").parent / "best.pt").parent,
         "is no checkpoint, but has some in it: give the path of one, 'step-1'",
     ),
     "nothing": (lambda at: at / "x", "/x' not found"),

@@ -16,6 +16,12 @@ from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import part_shape
 from flatshard._handle.tensors.aggregate import plainly
 
+TO_COPY = (
+    "To keep a copy of the model, such as an average (EMA): call fully_shard on the copy, too, with the same policy, or copy "
+    "the model after fully_shard"
+)
+"""The cure where a copy of the model meets its shards, and is not sharded."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
@@ -96,10 +102,9 @@ class ShardInfo:
     def explain_full_shape(self, what: str) -> str:
         """Internal: return the error for ``what``, which was given the shard and a tensor of the full shape."""
         return (
-            f"{self.describe()}, and {what} was given the full parameter, or another tensor of that shape. To keep a copy of "
-            "the model, such as an average (EMA): call fully_shard on the copy, too, with the same policy, or copy the model "
-            "after fully_shard. To load full values: module.load_state_dict(...), where each rank takes its shard. Otherwise "
-            "compute inside `with flatshard.summon_full_params(module):`"
+            f"{self.describe()}, and {what} was given the full parameter, or another tensor of that shape. {TO_COPY}. "
+            "To load full values: module.load_state_dict(...), where each rank takes its shard. Otherwise compute inside "
+            "`with flatshard.summon_full_params(module):`"
         )
 
     @property
