@@ -6,7 +6,6 @@ Each one gets a plain module and the class of its units, and returns a module th
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard._base import torch_versions
-from flatshard.comm import Collectives, DefaultCollectives
+from flatshard._comm.collectives import Done
+from flatshard._comm.fake_group import FakeCollectives
+from flatshard.comm import Collectives, DefaultCollectives, Pending
 
 
 @dataclass(frozen=True)
@@ -186,34 +187,34 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-_TENSOR_COLLECTIVES = {
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    torch_versions.ALL_GATHER,  # may have another name than above; both are replaced
-    torch_versions.REDUCE_SCATTER,
-}
+_FILLING = {"all_gather_single", "_allgather_base", "allgather", "alltoall_base"}
+"""Methods of a process group, of several releases of torch, that fill their first argument."""
 
 
 @contextlib.contextmanager
 def filling_nothing() -> Iterator[None]:
-    """Replace collectives of ``torch.distributed`` on tensors by one call into the fake group, which fills nothing.
+    """Leave out the imitation of other ranks: inside, each collective is one call into the fake group, which fills nothing.
 
-    The fake group fills an all-gather's output rank by rank, which no real backend does. FSDP1's all-gathers on CPU, into a
-    list with one view per rank, stay.
+    The fake group fills an all-gather's output rank by rank, on the host, and flatshard fills it by operations of its own. No
+    real backend does. Inside, all contenders call torch's functions, as over NCCL, with all that these check.
     """
 
-    def stand_in(collective: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(collective)
+    def stand_in(group: dist.ProcessGroup, output: Any, *_: Any, **__: Any) -> object:
+        while isinstance(output, list):  # FSDP1's on CPU has one view per rank
+            output = output[0]
+        return group.broadcast(output, 0)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            work = (given.get("group") or dist.group.WORLD).broadcast(next(iter(given.values())), 0)
-            return work if given.get("async_op") else work.wait() and None
+    def all_gather(self: FakeCollectives, output: Tensor, shard: Tensor, label: object = None) -> Pending:
+        getattr(dist, torch_versions.ALL_GATHER)(output, shard, group=self.group)
+        return Done()
 
-        return call
+    def reduce_scatter(self: FakeCollectives, output: Tensor, input: Tensor, label: object = None) -> Pending:
+        getattr(dist, torch_versions.REDUCE_SCATTER)(output, input, op=dist.ReduceOp.AVG, group=self.group)
+        return Done()
 
     with contextlib.ExitStack() as stack:
-        for collective in _TENSOR_COLLECTIVES:
-            stack.enter_context(mock.patch.object(dist, collective, stand_in(getattr(dist, collective))))
+        for name in _FILLING & vars(dist.ProcessGroup).keys():
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, stand_in))
+        for method in (all_gather, reduce_scatter):
+            stack.enter_context(mock.patch.object(FakeCollectives, method.__name__, method))
         yield

@@ -7,8 +7,12 @@ A unit has 12 small parameters (16 x 16), so arithmetic is negligible: the rest 
 contenders run interleaved in one process. Figures are medians over the rounds, minus the plain model's median. bf16 means
 float32 parameters, bfloat16 compute and float32 reduction, compared with a plain bfloat16 model.
 
+The fake group imitates the data of other ranks, for which the host of a real group runs nothing. This is left out for all
+contenders (``filling_nothing``): their collectives are torch's functions, each of which makes one call into the group.
+
 The floor: for a unit, an eager flat design needs at least two all-gathers, one reduce-scatter, four storage resizes, two
-copies of the shard, and twelve gradient copies. These alone are timed beside the others.
+copies of the shard, and one operation that copies twelve gradients. These alone are timed beside the others. Its collectives
+are calls into the group, without torch's functions.
 
 ``test/core/test_counts.py`` counts that the host's work per unit grows neither with ranks nor with units.
 """
@@ -16,7 +20,6 @@ copies of the shard, and twelve gradient copies. These alone are timed beside th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import statistics
 from collections.abc import Callable
@@ -41,8 +44,6 @@ from suite import (
     spread,
 )
 from torch import Tensor, nn
-
-from flatshard._comm.fake_group import FakeCollectives
 
 PARAMS, WIDTH = 12, 16
 TARGETS = {"fp32": 100.0, "bf16": 110.0}
@@ -85,29 +86,26 @@ def contender(name: str, count: int, bf16: bool, device: Device) -> Callable[[],
     return step
 
 
-def floor(
-    world_size: int, count: int, bf16: bool, made: type[FakeCollectives] = FakeCollectives
-) -> Callable[[], float]:
+def floor(world_size: int, count: int, bf16: bool) -> Callable[[], float]:
     """Return a function that times the operations that every eager flat design needs, for each unit."""
-    assert dist.group.WORLD is not None
-    collectives = made(dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
     numel, dtype = -(-PARAMS * WIDTH * WIDTH // world_size), torch.bfloat16 if bf16 else torch.float32
     shard, reduced = torch.empty(numel), torch.empty(numel)
     buffer, total = (torch.empty(numel * world_size, dtype=dtype) for _ in range(2))
     grads = [torch.empty(WIDTH, WIDTH, dtype=dtype) for _ in range(PARAMS)]
-    slots = total[: PARAMS * WIDTH * WIDTH].view(PARAMS, WIDTH, WIDTH).unbind()
+    slots = [*total[: PARAMS * WIDTH * WIDTH].view(PARAMS, WIDTH, WIDTH).unbind()]
     own, storage, input, nbytes = buffer[:numel], buffer.untyped_storage(), total.untyped_storage(), buffer.nbytes
 
     def unit() -> None:
         for _ in range(2):
             storage.resize_(nbytes)
             own.copy_(shard)
-            collectives.all_gather(buffer, own).wait()
+            group.broadcast(buffer, 0).wait()
             storage.resize_(0)
         input.resize_(nbytes)
-        for slot, grad in zip(slots, grads, strict=True):
-            slot.copy_(grad)
-        collectives.reduce_scatter(reduced, total).wait()
+        torch._foreach_copy_(slots, grads)
+        group.broadcast(reduced, 0).wait()
         input.resize_(0)
 
     return lambda: seconds(lambda: [unit() for _ in range(count)])
@@ -132,7 +130,7 @@ def column(args: argparse.Namespace, bf16: bool, device: Device) -> dict[str, Fi
     steps["plain (in all)"] = steps.pop("plain")
     if device.device.type == "cpu":
         steps["floor"] = floor(args.world_size, args.units, bf16)
-    with filling_nothing() if args.gpu else contextlib.nullcontext():  # each collective is one call, as over NCCL
+    with filling_nothing():
         times = interleaved(steps, args.rounds)
     plain = statistics.median(times["plain (in all)"])
     return {

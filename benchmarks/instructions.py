@@ -1,19 +1,20 @@
 """Instructions that sharding adds to a unit's forward and backward, counted by callgrind, over the fake process group.
 
-    python benchmarks/instructions.py               # two minutes of one core; needs valgrind (apt install valgrind)
+    python benchmarks/instructions.py               # four minutes of one core; needs valgrind (apt install valgrind)
     python benchmarks/instructions.py --profiles    # and keep callgrind's files, for callgrind_annotate
 
 The units are those of ``host_overhead.py``. Load does not change a count, so a change of one in a thousand is visible. All
 contenders run in one process under valgrind, one at a time, in eager steps after warm-up, without Python's garbage collector.
 The plain model's count is subtracted. Counts depend on the build of Python and torch: compare within one run.
 
-The fake group imitates the data of other ranks, for which the host of a real group runs nothing. It is counted alone, as
-"imitation": for torch's fake group, which fills an all-gather's output rank by rank, the instructions inside of it. flatshard
-fills the output by operations of its own, so its imitation is the difference to collectives that are one call into the group
-(``OneCall``). "net" is the rest. DDP reduces nothing here: it would be one call in a step.
+The imitation of other ranks is left out, as in ``host_overhead.py``. DDP reduces nothing here: it would be one call in a
+step.
 
-The floor: instructions of the operations that every eager flat design needs, as in ``host_overhead.py``, with ``OneCall``'s
-collectives.
+callgrind simulates caches and branches, too: "L1 misses" are of instructions and data, of 32 KiB each by default, and
+"mispredicted" are branches. "cycles" is callgrind's estimate: instructions, 10 for each of these, and 100 for each access to
+memory. So it tells how far time is from instructions, whatever else runs.
+
+The floor: instructions of the operations that every eager flat design needs, as in ``host_overhead.py``.
 """
 
 from __future__ import annotations
@@ -26,45 +27,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import checkout  # noqa: F401
 import host_overhead
 import torch
-from contenders import Setting, build, drop_gradients
+from contenders import Setting, build, drop_gradients, filling_nothing
 from suite import OURS, Benchmark, Figure, Table, fake_world, progress
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
-from flatshard._comm.collectives import Pending
-from flatshard._comm.fake_group import FakeCollectives
-from flatshard._comm.progress import Label
-
 WORLD_SIZE = 64
 TARGET = 0.12
-"""Maximum ratio to FSDP2's, both net."""
+"""Maximum ratio to FSDP2's."""
 WARM_UP = 6
 """Number of uncounted steps, which fill caches and let Python specialise its bytecode."""
-TOOLS = "valgrind", "callgrind_control", "callgrind_annotate"
-IMITATION = "c10d::FakeProcessGroup::"
+TOOLS = "valgrind", "callgrind_control"
 PLAIN, FLOOR = "plain", "floor"
 PRECISIONS = {False: "fp32", True: "bf16"}
 NOTHING = "nothing"
 """An empty step, which counts the start and the end of a count."""
-
-
-class OneCall(FakeCollectives):
-    """Collectives that fill nothing: one call into the group, as over a real one."""
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
-        return self.group.broadcast(output, 0)
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
-        return self.group.broadcast(output, 0)
-
-
-FILLING = {name: getattr(FakeCollectives, name) for name in ("all_gather", "reduce_scatter")}
-"""The collectives of the fake group, which ``OneCall``'s replace: collectives of a user's would take a route of their own."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +55,19 @@ class Count:
 
     name: str
     bf16: bool = False
-    fills: bool = True
-    """Whether flatshard's collectives fill their output."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is no model beside the plain one."""
+        return self.name in (PLAIN, FLOOR)
 
     def step(self, units: int) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return the counted part of a step, and the uncounted part after it."""
         if self.name == NOTHING:
             return lambda: None, lambda: None
         if self.name == FLOOR:
-            return host_overhead.floor(WORLD_SIZE, units, self.bf16, OneCall), lambda: None
+            return host_overhead.floor(WORLD_SIZE, units, self.bf16), lambda: None
         torch.manual_seed(0)
-        for name, method in FILLING.items():
-            setattr(FakeCollectives, name, method if self.fills else getattr(OneCall, name))
         setting = Setting(host_overhead.Unit, bf16=self.bf16)
         model = build(self.name, host_overhead.units(units), setting)
         if self.name == "DDP":
@@ -98,13 +81,7 @@ def counts() -> list[Count]:
     """Return the counts in the order in which they run. DDP has no bf16."""
     found = [Count(NOTHING), Count("DDP")]
     for bf16 in (False, True):
-        found += [
-            Count(PLAIN, bf16),
-            Count(OURS, bf16),
-            Count(OURS, bf16, fills=False),
-            Count("FSDP2", bf16),
-            Count(FLOOR, bf16),
-        ]
+        found += [Count(name, bf16) for name in (PLAIN, OURS, "FSDP2", FLOOR)]
     return found
 
 
@@ -120,7 +97,7 @@ def control(*options: str) -> None:
 def run_counted(units: int, steps: int) -> None:
     """Run all counts in this process; callgrind writes a file after each."""
     torch.set_num_threads(1)
-    with fake_world(WORLD_SIZE):
+    with fake_world(WORLD_SIZE), filling_nothing():
         for count in counts():
             progress(f"instructions, {count}")
             step, after = count.step(units)
@@ -161,6 +138,8 @@ def profiles(folder: Path, units: int, steps: int) -> Iterator[tuple[Count, Path
         "valgrind",
         "--tool=callgrind",
         "--instr-atstart=no",
+        "--cache-sim=yes",
+        "--branch-sim=yes",
         f"--callgrind-out-file={out}",
         f"--log-file={log}",
     ]
@@ -171,52 +150,50 @@ def profiles(folder: Path, units: int, steps: int) -> Iterator[tuple[Count, Path
     yield from ((count, Path(f"{out}.{number}")) for number, count in enumerate(counts(), 1))
 
 
-def total(profile: Path) -> int:
-    """Return the number of all instructions in a file of callgrind."""
-    (line,) = (line for line in profile.read_text().splitlines() if line.startswith("totals:"))
-    return int(line.split()[1])
+def events(profile: Path) -> dict[str, int]:
+    """Return how often each event of callgrind came, by its short name, in all of a file."""
+    lines = dict(
+        line.split(": ", 1) for line in profile.read_text().splitlines() if line.startswith(("events:", "totals:"))
+    )
+    return dict(zip(lines["events"].split(), map(int, lines["totals"].split()), strict=True))
 
 
-def inside(annotated: str, function: str) -> int:
-    """Return the instructions in functions whose name begins with ``function``, from an inclusive annotation."""
-    lines = (line.strip() for line in annotated.splitlines() if f":{function}" in line)
-    return sum(int(line.split()[0].replace(",", "")) for line in lines)
+COLUMNS: dict[str, dict[str, int]] = {
+    "instructions": {"Ir": 1},
+    "L1 misses": {"I1mr": 1, "D1mr": 1, "D1mw": 1},
+    "mispredicted": {"Bcm": 1, "Bim": 1},
+    "cycles": {"Ir": 1}
+    | dict.fromkeys(("I1mr", "D1mr", "D1mw", "Bcm", "Bim"), 10)
+    | dict.fromkeys(("ILmr", "DLmr", "DLmw"), 100),
+}
+"""The weights of callgrind's events in each column."""
+COMPARED = "instructions", "cycles"
 
 
-def imitation(profile: Path) -> int:
-    """Return the instructions in torch's fake group."""
-    command = ["callgrind_annotate", "--inclusive=yes", "--threshold=100", str(profile)]
-    return inside(subprocess.run(command, check=True, capture_output=True, text=True).stdout, IMITATION)
-
-
-def rows(found: dict[Count, tuple[int, int]]) -> dict[str, dict[str, Figure]]:
-    """Return a row per contender and precision, from each count's total and imitation, per unit and step."""
-    result: dict[str, dict[str, Figure]] = {}
-    for count, (whole, fake) in found.items():
-        if count.name == NOTHING or not count.fills:
-            continue
-        is_alone = count.name in (PLAIN, FLOOR)
-        base = found[Count(NOTHING) if is_alone else Count(PLAIN, count.bf16)][0]
-        if count.name == OURS:
-            fake += whole - found[replace(count, fills=False)][0]
-        figures = {"instructions": whole - base, "imitation": fake, "net": whole - base - fake}
-        row = f"{count.name}{' (in all)' * is_alone}, {PRECISIONS[count.bf16]}"
-        result[row] = {column: Figure(value) for column, value in figures.items()}
-    for row, figures in result.items():
-        net, peer = (result[each]["net"].value for each in (row, f"FSDP2, {row.rpartition(', ')[2]}"))
-        if not row.startswith(PLAIN) and net and peer:
-            figures["net, over FSDP2's"] = Figure(net / peer)
+def rows(found: dict[Count, dict[str, int]], each: int) -> dict[str, dict[str, Figure]]:
+    """Return a row per contender and precision, from each count's events in ``each`` units and steps."""
+    counted: dict[Count, dict[str, int]] = {}
+    for count, of_count in found.items():
+        if count.name != NOTHING:
+            base = found[Count(NOTHING) if count.is_alone else Count(PLAIN, count.bf16)]
+            counted[count] = {
+                column: sum(weight * (of_count[event] - base[event]) for event, weight in weights.items()) // each
+                for column, weights in COLUMNS.items()
+            }
+    result = {}
+    for count, figures in counted.items():
+        row = {column: Figure(value) for column, value in figures.items()}
+        if count.name != PLAIN:
+            peer = counted[Count("FSDP2", count.bf16)]
+            row |= {f"{column}, over FSDP2's": Figure(figures[column] / peer[column]) for column in COMPARED}
+        result[f"{count.name}{' (in all)' * count.is_alone}, {PRECISIONS[count.bf16]}"] = row
     return result
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(tempfile.mkdtemp(prefix="callgrind-", dir=".")) if args.profiles else Path(temporary)
-        each = args.units * args.steps
-        found = {
-            count: (total(profile) // each, imitation(profile) // each)
-            for count, profile in profiles(folder, args.units, args.steps)
-        }
+        found = {count: events(profile) for count, profile in profiles(folder, args.units, args.steps)}
     kept = [f"callgrind's files are in {folder}, in the order of the counts"] if args.profiles else []
     return [
         Table(
@@ -224,8 +201,8 @@ def measure(args: argparse.Namespace) -> list[Table]:
             "instructions of forward + backward over the plain model, per unit of 12 small parameters, counted by callgrind "
             f"(fake group of {WORLD_SIZE}, {args.units} units, {args.steps} steps)",
             "what no eager flat design can leave out, counted alone",
-            rows(found),
-            {f"{OURS}, {precision}": {"net, over FSDP2's": TARGET} for precision in PRECISIONS.values()},
+            rows(found, args.units * args.steps),
+            {f"{OURS}, {precision}": {"instructions, over FSDP2's": TARGET} for precision in PRECISIONS.values()},
             kept,
             digits=3,
         )
