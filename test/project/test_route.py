@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "construct": (1363, 53, 392),
-    "forward": (306, 17, 159),
-    "forward, a unit": (82, 16, 40),
-    "backward": (594, 18, 267),
-    "backward, a unit": (192, 17, 82),
+    "construct": (1363, 52, 392),
+    "forward": (302, 16, 155),
+    "forward, a unit": (81, 15, 39),
+    "backward": (585, 18, 261),
+    "backward, a unit": (189, 17, 80),
     "optimizer": (26, 4, 4),
     "state_dict": (98, 7, 72),
 }
