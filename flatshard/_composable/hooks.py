@@ -30,6 +30,7 @@ import enum
 import functools
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -63,7 +64,6 @@ from flatshard._composable.outputs import (
     tensors_in,
     tree_flatten,
     tree_unflatten,
-    want_new_nodes,
     with_new_nodes,
 )
 from flatshard._composable.state import (
@@ -253,7 +253,7 @@ class UnitHooks:
             outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
             if torch.is_grad_enabled():
                 makes_graph = output is not None
-                if want_new_nodes(outputs, forward.first_node):
+                if _want_new_nodes(outputs, forward.first_node):
                     output = changed = with_new_nodes(output)
                     outputs = [*tensors_in(output)]
                 stored: list[torch.Tensor] = []
@@ -330,7 +330,7 @@ class UnitHooks:
             assert node is not None
             way = Way(record, node.next_functions)
             for needed in self.unit.needs if is_own else ():  # a view leads to its base
-                needed.graph.add_way(way)
+                needed.graph.ways.append(weakref.ref(way, needed.graph.ways.remove))
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
@@ -440,6 +440,16 @@ def exit_forward(context: Context, module: nn.Module, raised: bool = False) -> F
         return None
     context.forwards.pop()
     return last
+
+
+def _want_new_nodes(outputs: Iterable[torch.Tensor], first: int) -> bool:
+    """Return whether an output's node is older than node ``first``, as of a returned input, or not this thread's newest.
+
+    For the reason see [Note: Outputs are entered first].
+    """
+    last = next_node() - 1
+    numbers = [node._sequence_nr() for tensor in outputs if (node := tensor.grad_fn) is not None]
+    return bool(numbers) and (min(numbers) < first or max(numbers) != last)
 
 
 def record_forward(forward: Forward) -> ForwardRecord:

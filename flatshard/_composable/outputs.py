@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,16 +43,6 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             names.extend([slots] if isinstance(slots, str) else slots)
         for name in names:
             yield from tensors_in(getattr(value, name, None), depth + 1)
-
-
-def want_new_nodes(outputs: Iterable[torch.Tensor], first: int) -> bool:
-    """Return whether an output's node is older than the forward (a returned input), or not the newest that it made.
-
-    ``first``: the number of the first node that it may have made, on this thread.
-    """
-    last = next_node() - 1
-    numbers = [node._sequence_nr() for tensor in outputs if (node := tensor.grad_fn) is not None]
-    return bool(numbers) and (min(numbers) < first or max(numbers) != last)
 
 
 def with_new_nodes(output: Any) -> Any:

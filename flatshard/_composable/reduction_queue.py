@@ -50,16 +50,16 @@ from flatshard._handle.handle import FlatParamHandle
 
 
 class Queued(Protocol):
-    """The part of a unit that the queue uses."""
+    """The part of a unit that the queue uses. Units know their queue, so this file cannot name their class."""
 
     handle: FlatParamHandle
     turn: int
 
 
-Unit = TypeVar("Unit", bound=Queued)
+Q = TypeVar("Q", bound=Queued)
 
 
-class ReductionQueue(Generic[Unit]):
+class ReductionQueue(Generic[Q]):
     """The units that ran forward with gradients, until their reduction has been started. It outlives backwards."""
 
     every: ClassVar[weakref.WeakSet[ReductionQueue[Any]]] = weakref.WeakSet()
@@ -70,15 +70,15 @@ class ReductionQueue(Generic[Unit]):
         self.finishes_early = runtime.streams is None  # [Note: Reductions in flight]
         # By their turns; they are reduced from the end. True: the unit was put back, or left over, after an earlier backward
         # had reduced this or later turns. Weak references: a forward without a backward must not keep its model alive.
-        self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
+        self._open: OrderedDict[weakref.ref[Q], bool] = OrderedDict()
         self._turns = 0
-        self._reducing: Unit | None = None
-        self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish_reduction`
-        self._deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
+        self._reducing: Q | None = None
+        self._reduced: list[Q] = []  # they get `.grad` at the end of the backward: see `_finish_reduction`
+        self._deferred: dict[Q, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
         self.drops = 0  # how often gradients of deferred units have been dropped
         self.every.add(self)
 
-    def take_over(self, other: ReductionQueue[Unit], units: Iterable[Unit]) -> None:
+    def take_over(self, other: ReductionQueue[Q], units: Iterable[Q]) -> None:
         """Move the units of ``other`` to this queue. ``units`` has all that have had a turn in it, and perhaps others."""
         for unit in units:
             unit.turn += self._turns
@@ -86,13 +86,13 @@ class ReductionQueue(Generic[Unit]):
         self._turns += other._turns
         self.drops += other.drops
 
-    def expect(self, unit: Unit) -> None:
+    def expect(self, unit: Q) -> None:
         """Add ``unit`` in its forward: a backward may reach it."""
         if (ref := weakref.ref(unit)) not in self._open:
             self._open[ref] = False
             unit.turn = self._turns = self._turns + 1
 
-    def add_back(self, unit: Unit) -> None:
+    def add_back(self, unit: Q) -> None:
         """Add ``unit`` when backward reaches it. It keeps its turn if no forward since its last reduction has added it."""
         if unit in self._deferred:  # all at once, so that ranks have one order
             self.give()
@@ -101,15 +101,15 @@ class ReductionQueue(Generic[Unit]):
             self._open[ref] = True
             self._open = OrderedDict((r, self._open[r]) for r in sorted(turns, key=turns.__getitem__))
 
-    def remove(self, unit: Unit) -> None:
+    def remove(self, unit: Q) -> None:
         """Remove ``unit``: it is not to be reduced."""
         self._open.pop(weakref.ref(unit), None)
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[Q]:
         """Return an iterator over its live units, in the order of their reductions."""
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
-    def withholding(self) -> Iterable[Unit]:
+    def withholding(self) -> Iterable[Q]:
         """Return the units whose gradients of earlier backwards are not in ``.grad`` yet."""
         return (u for u in dict.fromkeys([*self._deferred, *self.units()]) if u.handle.gradients.withholds)
 
@@ -125,9 +125,9 @@ class ReductionQueue(Generic[Unit]):
 
     def reduce(
         self,
-        ready: set[Unit],
-        may_come: Callable[[Unit], bool] = lambda unit: False,
-        may_come_first: Callable[[Unit], bool] = lambda unit: False,
+        ready: set[Q],
+        may_come: Callable[[Q], bool] = lambda unit: False,
+        may_come_first: Callable[[Q], bool] = lambda unit: False,
     ) -> None:
         """Reduce the units of ``ready`` whose turn it is, and take them out of it.
 
@@ -137,7 +137,7 @@ class ReductionQueue(Generic[Unit]):
         """
         if not ready:
             return
-        allowed: list[Unit] = []
+        allowed: list[Q] = []
         passed_over = False
         for ref, is_back in reversed(self._open.items()):
             if (unit := ref()) is None:
@@ -159,7 +159,7 @@ class ReductionQueue(Generic[Unit]):
             if not in_part:
                 del self._open[weakref.ref(unit)]
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: Q) -> None:
         if self._reducing is not None:
             self._finish_reduction()
         unit.handle.gradients.reduce()
@@ -179,7 +179,7 @@ class ReductionQueue(Generic[Unit]):
         else:
             unit.handle.gradients.finish()
 
-    def _defer(self, unit: Unit) -> None:
+    def _defer(self, unit: Q) -> None:
         unit.handle.gradients.defer()
         self._deferred[unit] = None
 
@@ -202,7 +202,7 @@ class ReductionQueue(Generic[Unit]):
         else:
             self._finish_reduction()
 
-    def reduce_all(self, ready: set[Unit]) -> None:
+    def reduce_all(self, ready: set[Q]) -> None:
         """Reduce all units of ``ready``, and wait for all reductions that are not deferred."""
         try:
             self.reduce(ready)
@@ -216,7 +216,7 @@ class ReductionQueue(Generic[Unit]):
             self.discard()
             raise
 
-    def reduce_held(self, units: Collection[Unit], one_by_one: bool = True) -> None:
+    def reduce_held(self, units: Collection[Q], one_by_one: bool = True) -> None:
         """Reduce the gradients that earlier backwards hold for ``units``, outside of a backward.
 
         ``one_by_one``: wait for each, so that one input at a time is freed. Otherwise start all, and defer them.
@@ -236,11 +236,11 @@ class ReductionQueue(Generic[Unit]):
                 raise
         self._runtime.join()
 
-    def deferred(self, units: Collection[Unit]) -> list[Unit]:
+    def deferred(self, units: Collection[Q]) -> list[Q]:
         """Return the units in ``units`` whose gradients are deferred, in the order of their reductions."""
         return [unit for unit in self._deferred if unit in units]
 
-    def give(self, units: Collection[Unit] | None = None) -> None:
+    def give(self, units: Collection[Q] | None = None) -> None:
         """Wait for deferred reductions of ``units``, by default of all, and set ``.grad``."""
         given = [*self._deferred] if units is None else self.deferred(units)
         try:
@@ -254,7 +254,7 @@ class ReductionQueue(Generic[Unit]):
         if given:
             self._runtime.join_reductions()
 
-    def discard(self, others: Iterable[Unit] = (), keeps_held: bool = False) -> None:
+    def discard(self, others: Iterable[Q] = (), keeps_held: bool = False) -> None:
         """Drop all gradients of its units and ``others`` that are not in ``.grad`` yet, also those of reductions in flight.
 
         ``keeps_held``: except for gradients of earlier backwards, held for a later reduction, or deferred.

@@ -304,15 +304,12 @@ class UnitGraph:
 
     def __init__(self) -> None:
         self.now: UnitBackward | None = None  # None if no backward under way has gathered or reached the unit
-        # To forwards whose graphs are alive. Local to this rank: the user's references and garbage collection decide.
+        # By which backward may come to a forward of the unit, or of another that needs its parameters. Local to this rank:
+        # the user's references and garbage collection decide which graphs are alive.
         self.ways: list[weakref.ref[Way]] = []
         # Extra leaves that stand for the parameters where a rank passes the unit by. Their gradients count, too.
         # Local to this rank: others may run the unit.
         self.stand_ins: list[Node] = []
-
-    def add_way(self, way: Way) -> None:
-        """Record that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
-        self.ways.append(weakref.ref(way, self.ways.remove))
 
 
 class UnitHistory:

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[int, int, int]] = {
     "construct": (1363, 52, 392),
-    "forward": (306, 16, 159),
-    "forward, a unit": (82, 15, 40),
+    "forward": (302, 16, 155),
+    "forward, a unit": (81, 15, 39),
     "backward": (585, 18, 261),
     "backward, a unit": (189, 17, 80),
     "optimizer": (26, 4, 4),
