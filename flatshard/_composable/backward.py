@@ -321,7 +321,8 @@ def _reduce_held_inside(backward: Backward) -> None:
 
 def _forget_touched(backward: Backward) -> None:
     backward.context.drop_ahead()  # what is ahead is touched, too
-    for record in backward.leaking if not backward.retains_graph else ():
+    leaking = () if backward.retains_graph else backward.leaking
+    for record in leaking:
         record.unit.history.drop_leak(record)
     for unit in backward.touched:
         unit.history.was_kept_unsharded = backward.keeps_unsharded
@@ -331,6 +332,8 @@ def _forget_touched(backward: Backward) -> None:
             unit.handle.take_over(BY_NONE)
         elif unit.claims or unit.handle.registrations.shows is not SHARDED_PARAMS or not unit.handle.is_sharded:
             unit.release(Reason.BACKWARD_ENDED)  # otherwise it was freed when it was complete
+    for record in leaking if not backward.keeps_unsharded else ():
+        record.unit.release(Reason.BACKWARD_ENDED)  # its memory may be lent
 
 
 def _on_death(backward: Backward, callback: object) -> None:

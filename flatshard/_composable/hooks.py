@@ -222,7 +222,9 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments that features make of a module's, with inputs that backward leaves by; None if unchanged."""
         unit = self.unit
-        watches = torch.is_grad_enabled() and not (unit.is_done_with_gradients or unit.handle.never_gathers)
+        # Also in each recomputation: one that lacks parameters on some rank for the first time is not done when they come.
+        may_need = forward.in_backward or not unit.is_done_with_gradients
+        watches = torch.is_grad_enabled() and may_need and not unit.handle.never_gathers
         given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
@@ -282,7 +284,7 @@ class UnitHooks:
             forward: the one that ends.
             makes_graph: it has returned, with grad mode on.
             comes_back: backward may reach it. Local to this rank: another rank's output may not require grad.
-            leaks: outputs may alias the parameters.
+            leaks: outputs may alias the parameters. Local to this rank: the memory stays, and no gather depends on it.
         """
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
@@ -295,12 +297,14 @@ class UnitHooks:
             if in_group:
                 stop_keeping(needed)
             used_next = in_backward and not in_use and is_used_next(needed)
-            runs_again = in_group and needed.need is not VALUES and has_run_in_part(context.latest_pass, self.unit)
+            runs_again = (
+                in_group and needed.claims.need is not VALUES and has_run_in_part(context.latest_pass, self.unit)
+            )
             # Ranks agree on what can be trained. Backward reaches each forward of a frozen unit on all ranks, or on none.
             may_come = comes_back or (makes_graph and bool(needed.handle.gradients.accumulators.nodes))
-            fate = choose_fate(in_backward, used_next, leaks, may_come, outermost, needed.config, runs_again)
+            fate = choose_fate(in_backward, used_next, may_come, outermost, needed.config, runs_again)
             if fate is RELEASED:
-                needed.release(FORWARD_ENDED, forward_graph)
+                needed.release(FORWARD_ENDED, forward_graph, leaks)
             elif fate is not USED_NEXT:
                 needed.show()
                 if fate is KEPT_FOR_NEXT:
@@ -399,7 +403,6 @@ def enter_forward(unit: Unit, module: nn.Module, in_backward: bool, frame: Frame
 def choose_fate(
     in_backward: bool,
     used_next: bool,
-    leaks: bool,
     may_come: bool,
     outermost: bool,
     config: UnitConfig,
@@ -410,7 +413,6 @@ def choose_fate(
     Args:
         in_backward: it was a recomputation.
         used_next: backward is about to use them. Only asked in a recomputation.
-        leaks: outputs may alias them.
         may_come: backward may reach the unit after this forward.
         outermost: no other forward encloses it.
         config: of the unit. Its ``reshard_after_forward``, or else its strategy, says whether they stay for a backward.
@@ -420,9 +422,8 @@ def choose_fate(
         return USED_NEXT if used_next else STAYS
     if may_come:
         reshards = config.reshard_after_forward
-        leaks = leaks or (not reshards if reshards is not None else outermost or config.strategy.stays_for_backward)
-    if leaks:
-        return STAYS
+        if not reshards if reshards is not None else outermost or config.strategy.stays_for_backward:
+            return STAYS
     return KEPT_FOR_NEXT if runs_again else RELEASED
 
 

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.claims import BUFFER, NOTHING, Claim, Claims, Need, Reason
+from flatshard._composable.claims import BUFFER, Claim, Claims, Reason
 from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
@@ -119,24 +119,21 @@ class Unit:
                 break
         self.handle.registrations.show(unclaimed)
 
-    def release(self, reason: Reason, forward_graph: object = None) -> None:
+    def release(self, reason: Reason, forward_graph: object = None, lends: bool = False) -> None:
         """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]
 
-        ``forward_graph``: see ``FlatParamHandle.reshard``.
+        ``forward_graph``, ``lends``: see ``FlatParamHandle.reshard``. Earlier forwards may have outputs that alias the
+        parameters, too.
         """
         if reason.in_backward and (backward := self.context.backward) is not None and backward.keeps_unsharded:
             return
-        is_needed = self.claims or self.history.leaks
-        self.show() if self.claims else self.handle.registrations.show(SHARDED_PARAMS)
-        if not is_needed or reason.refused_from is None or self.need < reason.refused_from:
-            self.handle.reshard(forward_graph)
-
-    @property
-    def need(self) -> Need:
-        """The greatest need of the unsharded buffer: of a claim, or of outputs of a forward that alias it (a leak)."""
-        need = self.claims.need if self.claims else NOTHING
-        leaks = self.history.leaks and self.history.leak_version == self.handle.version()
-        return max(need, BUFFER) if leaks else need
+        claims, refused_from = self.claims, reason.refused_from
+        self.show() if claims else self.handle.registrations.show(SHARDED_PARAMS)
+        if claims and refused_from is not None and claims.need >= refused_from:
+            return
+        if (history := self.history).leaks and refused_from is BUFFER:
+            lends = lends or history.leak_version == self.handle.version()
+        self.handle.reshard(forward_graph, lends)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""

@@ -76,12 +76,15 @@ class Source:
 class UnshardedMemory:
     """The buffers that the parameters of one unit are gathered into, and the all-gathers under way."""
 
-    __slots__ = ("flats", "in_flight", "make_room", "users")
+    __slots__ = ("flats", "in_flight", "is_lent", "make_room", "users")
 
     def __init__(self) -> None:
         self.flats: list[FlatParam] = []  # those that are gathered. `FlatParamHandle._index` finds them
         self.in_flight: list[Pending] = []
         self.users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
+        # Whether it stays while the parameters are sharded, as outputs alias it. Local to this rank, so units gather all the
+        # same: they write the values that are there.
+        self.is_lent = False
         self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
     @property
@@ -300,7 +303,7 @@ class FlatParamHandle:
                         memory.gather(runtime, is_exact, for_backward, instead)
             except Exception as e:
                 runtime.fail(ALL_GATHER, self.fqn, e)
-        if for_backward:
+        if for_backward and not memory.is_lent:
             for flat in memory.flats:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
@@ -341,13 +344,17 @@ class FlatParamHandle:
         self.state = PARAM_TRANSITIONS[self.state, "wait"]
         memory.users = users
 
-    def reshard(self, forward_graph: object = None) -> None:
+    def reshard(self, forward_graph: object = None, lends: bool = False) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
 
-        ``forward_graph``: an object that lives as long as the graph of the forward that ends, or None if there is no graph.
-        While it lives, shards may be kept for the gather of its backward.
+        Args:
+            forward_graph: an object that lives as long as the graph of the forward that ends, or None if there is no graph.
+                While it lives, shards may be kept for the gather of its backward.
+            lends: leave the memory and its values to outputs that alias it, until the next call without this.
         """
         if self.state is SHARDED:
+            if self.memory.is_lent and not lends:
+                self._take_back()
             return
         if self.state is UNSHARDING:
             try:
@@ -357,14 +364,21 @@ class FlatParamHandle:
             except CollectiveError as e:  # the gathered values are not needed
                 trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
-        self._free(forward_graph)
+        self._free(forward_graph, lends)
+
+    def _take_back(self) -> None:
+        """Free memory that was lent."""
+        self.runtime.before_free(self.memory.users)
+        self.memory.users, self.memory.is_lent = None, False
+        for flat in self.memory.flats:
+            flat.unsharded.free()
 
     def drop_kept(self) -> None:
         """Have the next all-gather read the shards of all ranks."""
         if self.source is not None:
             self.source.drop()
 
-    def _free(self, forward_graph: object = None) -> None:
+    def _free(self, forward_graph: object = None, lends: bool = False) -> None:
         memory = self.memory  # nothing is in flight: `wait` has ended it
         conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
@@ -374,13 +388,14 @@ class FlatParamHandle:
         if memory.flats:
             if trace.sinks:
                 trace.event("reshard", self.fqn)
-            if (streams := self.runtime.streams) is not None:
+            memory.is_lent = lends
+            if (streams := self.runtime.streams) is not None and not lends:
                 self.runtime.before_free(memory.users)
                 memory.users = None
             if forward_graph is not None and self.source is not None:
                 with self.runtime.on(None if streams is None else streams.gather):
                     self.source.keep(memory.flats, forward_graph)
-            for flat in memory.flats:
+            for flat in () if lends else memory.flats:
                 if forward_graph is not None or self.has_static_buffers:
                     flat.unsharded.close(
                         seen=forward_graph is not None

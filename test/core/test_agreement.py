@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from on_ranks import ranks
 from parity import check_same_gradients, parts, twins
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardingStrategy
 from flatshard._composable.state import unit_of
@@ -37,6 +39,13 @@ class Model(nn.Module):
         return self.head(self.shows(x))
 
 
+def has_memory(module: nn.Module) -> bool:
+    """Return whether the unsharded parameters of a unit have memory."""
+    unit = unit_of(module)
+    assert unit is not None
+    return any(flat.unsharded.nbytes for flat in unit.handle.flats)
+
+
 def train(ctx: Any, plain: nn.Module, model: nn.Module, **arguments: bool) -> None:
     for _ in range(2):
         for m, x in zip(
@@ -58,7 +67,7 @@ def test_one_rank_keeps_an_output_that_is_a_parameter(ctx):
             param.mul_(0.5)
             param.grad = None
     output = model(torch.ones(1, 4, dtype=torch.double))
-    assert unit_of(model.shows).handle.is_sharded  # the graph of what was kept is of no use now
+    assert not has_memory(model.shows)  # the graph of what was kept is of no use now
     del output
     train(ctx, plain, model)
 
@@ -75,3 +84,61 @@ def test_an_output_requires_grad_on_one_rank(ctx):
             x = torch.cat([first * 3, second + m.shows(second).detach()])
             m(x).square().mean().backward()
     check_same_gradients(model, plain)
+
+
+class Expert(nn.Module):
+    """A module that needs less of its parameters for some data: no tokens, or no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, needs: str = "all") -> list[Tensor]:
+        if needs == "bias":
+            return [self.bias.expand(len(x), 4)]
+        out = x @ self.weight if needs == "weight" else x @ self.weight + self.bias
+        return [out, self.bias] if needs == "all, and shows one" else [out]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert, self.head = nn.Linear(4, 4), Expert(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, needs: str, recomputes: bool) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            shown = checkpoint(self.expert, x, needs, use_reentrant=True) if recomputes else self.expert(x, needs)
+            x = x + sum(shown)
+        return self.head(x.square())
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize(("needs", "recomputes"), [("bias", False), ("all, and shows one", False), ("weight", True)])
+@ranks(2, timeout=20)
+def test_one_rank_needs_less_of_a_unit(ctx, strategy: ShardingStrategy, needs: str, recomputes: bool):
+    """An output that is a view of a parameter keeps the memory, and other ranks gather. A graph that lacks a parameter for
+    the first time keeps the unit, and other ranks free it between two recomputations.
+    """
+    plain, model = twins(ctx, Experts, {Expert, nn.Linear}, strategy=strategy)
+    for rank_1_needs in ("all", needs, needs):
+        x = torch.randn(2 * ctx.world_size, 4, dtype=torch.double)
+        for rank, part in enumerate(x.chunk(ctx.world_size)):
+            (plain(part, rank_1_needs if rank else "all", recomputes).square().mean() / ctx.world_size).backward()
+        own = x.chunk(ctx.world_size)[ctx.rank]
+        model(own, rank_1_needs if ctx.rank else "all", recomputes).square().mean().backward()
+        check_same_gradients(model, plain)
+        assert not has_memory(model.expert)
+
+
+@ranks(2)
+def test_an_output_that_is_a_parameter_outlives_its_forward(ctx):
+    plain, model = twins(ctx, Expert, None)
+    x = torch.ones(1, 4, dtype=torch.double)
+    with torch.no_grad():
+        (shown,) = model(x, "bias")
+        assert unit_of(model).handle.is_sharded
+        assert has_memory(model)
+        torch.testing.assert_close(shown[0], plain.bias)
+        model(x)
+        assert not has_memory(model)

@@ -17,7 +17,7 @@ FULL = unit_config(
 )
 KEEPING, FREEING = replace(FULL, reshard_after_forward=False), replace(FULL, reshard_after_forward=True)
 ZERO2 = replace(FULL, strategy=ShardingStrategy.SHARD_GRAD_OP)
-FACTS = dict.fromkeys(["in_backward", "used_next", "leaks", "may_come", "outermost", "runs_again"], False)
+FACTS = dict.fromkeys(["in_backward", "used_next", "may_come", "outermost", "runs_again"], False)
 ROWS = [
     ("", FULL, RELEASED),
     ("outermost", FULL, RELEASED),
@@ -29,14 +29,12 @@ ROWS = [
     ("", KEEPING, RELEASED),
     ("may_come", ZERO2, STAYS),
     ("may_come", replace(ZERO2, reshard_after_forward=True), RELEASED),
-    ("leaks", FREEING, STAYS),
-    ("leaks may_come runs_again", FREEING, STAYS),
     ("runs_again", KEEPING, KEPT_FOR_NEXT),
     ("may_come runs_again", FULL, KEPT_FOR_NEXT),
     ("may_come runs_again", KEEPING, STAYS),
     ("in_backward", FREEING, STAYS),
     ("in_backward used_next", FREEING, USED_NEXT),
-    ("in_backward used_next leaks may_come outermost runs_again", KEEPING, USED_NEXT),
+    ("in_backward used_next may_come outermost runs_again", KEEPING, USED_NEXT),
     ("in_backward runs_again", FULL, STAYS),
 ]
 

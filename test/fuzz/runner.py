@@ -342,7 +342,9 @@ class Runner:
             "other arguments": lambda: twin and twin.shown,
             "static": lambda: self._uses("static_buffers"),
             "replaced inside": lambda: any(t.kept for t in self._alive),
-            "not used": lambda: twin and twin.sharding.start in ("to_empty", "init") and self.program.model.has("island"),
+            "not used": lambda: (
+                twin and twin.sharding.start in ("to_empty", "init") and self.program.model.has("island")
+            ),
             "cut otherwise": lambda: self.loads_other_cuts,
             "copied unsharded": lambda: twin and (twin.shown or twin.kept or self.interrupted or by_user),
         }
