@@ -172,9 +172,11 @@ class Progress:
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
         # Collectives in flight: dropped before a wait; or endless, perhaps, because other ranks have issued different ones.
         # [Note: Memory lives as long as its works]
+        # Local to this rank: an exception may have reached it first. They only make the next collective wait, or raise.
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
-        self.place: Place | None = None  # of this rank in its training, or None if nothing trains on the group
+        # The place in its training, or None if nothing trains on the group. Local to this rank: errors name it.
+        self.place: Place | None = None
         # For the watch: the latest collectives, and key and number of the first one in the same place as the last.
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         self.first = (0, 0)

@@ -263,7 +263,9 @@ class FlatGradients:
         together = Arrival.TOGETHER if self._is_small or not flat.holds_all else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
         self._is_filling = False  # gradients have been moved from autograd, to the input or to `.grad` (`AS_GRAD`)
-        self._has: list[bool] = []  # whether one of each parameter has been moved; empty unless `_is_filling`
+        # Whether one of each parameter has been moved; empty unless `_is_filling`. Local to this rank: a parameter without
+        # one is marked as unused, and takes part in the reduction all the same.
+        self._has: list[bool] = []
         self.prepare_slices()
 
     def prepare_slices(self) -> None:

@@ -89,7 +89,10 @@ class UnshardedMemory:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether another unit is using the static buffer that this one gathers into."""
+        """Whether another unit is using the static buffer that this one gathers into.
+
+        Local to this rank: it frees a complete unit later if its graph lacks parameters. gathering.py frees those first.
+        """
         return any([b.unsharded.is_taken for b in self.flats])
 
     def unblock(self) -> None:
@@ -149,7 +152,9 @@ class FlatParamHandle:
         self.gradients = UnitGradients(ranks)
         self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
         self.memory = UnshardedMemory()
-        self.stamp: UnshardedStamp | None = None  # None while the parameters are sharded
+        # None while the parameters are sharded. Local to this rank, as `state` is, once a backward has completed the unit:
+        # it frees it later if its graph lacks parameters. claims.py, [Note: Freeing], says how ranks gather equally often.
+        self.stamp: UnshardedStamp | None = None
         self.source: Source | None = None  # set by a feature
 
     @classmethod
@@ -490,6 +495,7 @@ class FlatParamHandle:
     def write_back_if_changed(self, keep: bool = True) -> None:
         """Write changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad) to the shards.
 
+        Local to this rank: another may have changed none. So this raises no version, and no gather follows from it.
         ``keep``: if False, drop the changes instead.
         """
         for flat in self.flats:

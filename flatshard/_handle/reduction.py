@@ -58,7 +58,7 @@ class Unused:
         self._spread = {
             i for i in range(len(layout.params)) if is_reduced and len(layout.holders(i)) < layout.world_size
         }
-        self.found: set[int] = set()
+        self.found: set[int] = set()  # Local to this rank until `read_published`. It decides about the store alone
         self._unread: tuple[Runtime, str] | None = None  # the runtime and key of a list that was not read yet
         self._read: dict[int, str] = {}  # the list that was read last, to be deleted, by the number of the runtime
 

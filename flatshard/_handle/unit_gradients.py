@@ -138,7 +138,7 @@ class UnitGradients:
     def __init__(self, ranks: UnitRanks) -> None:
         self.flats: list[FlatGradients] = []
         self._ranks = ranks
-        self.state = NONE
+        self.state = NONE  # Local to this rank until the unit is reduced or held: others may have no gradients, or some
         self.reduces = True  # whether backwards reduce the gradients, instead of holding them
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction

@@ -79,7 +79,7 @@ class FlatBuffer:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat  # 1-D
         self._storage, self._nbytes = flat.untyped_storage(), flat.nbytes
-        self.taken_by: object | None = None
+        self.taken_by: object | None = None  # Local to this rank: see `UnshardedMemory.is_blocked`
 
     # An interrupt in between must not leave memory without a user: it would not be freed.
 

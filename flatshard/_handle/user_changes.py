@@ -55,7 +55,9 @@ class UserChanges:
     ) -> None:
         self._flats, self._registrations, self._gradients = flats, registrations, gradients
         self._label = label
-        self.seen_at = -1  # `changes.count` when all changes had been adopted
+        # `changes.count` when all changes had been adopted. Local to this rank: it counts all models of the process. So it
+        # tells only where to look. Users change parameters on all ranks, and versions tell of that also for empty shards.
+        self.seen_at = -1
 
     def look_again(self) -> None:
         """Look for changes even if none is counted: the flat parameters or registrations are others."""
