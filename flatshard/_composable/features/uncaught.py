@@ -14,6 +14,7 @@ import itertools
 import re
 import sys
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ def _explain_sizes(error: RuntimeError, one: int, other: int) -> str | None:
 
 
 def _explain_unused(error: RuntimeError, index: int) -> str | None:
-    inputs = next(
+    inputs: Any = next(
         (v["inputs"] for v in frames.variables_left_by(error) if "inputs" in v), None
     )  # of torch.autograd.grad
     given = inputs if isinstance(inputs, list | tuple) else [inputs]

@@ -55,7 +55,7 @@ class ShardTensor(torch.Tensor):
     _flatshard_info: ShardInfo
     _whose: ClassVar[str] = ""  # words before the FQN, in the description of a number
 
-    full_tensor, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
+    full_tensor, redistribute, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
 
     is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
 
