@@ -368,7 +368,7 @@ functions that compute a new sharded tensor from a gradient. A foreach step need
 def test_a_step_of_parts_costs_few_lines(world):
     world(2)
     for name, most in MOST.items():
-        for foreach, allowed in ((False, 20 * most), (True, 60)):
+        for foreach, allowed in ((False, 20 * most), (True, 64)):
             model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), policy={nn.Linear})
             optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=foreach)
             for p in model.parameters():

@@ -182,9 +182,7 @@ def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result for this rank's elements: a shard, too."""
-    part = args[0] if args else None
-    if not isinstance(part, ShardTensor):
-        part = part_in(args, kwargs)
+    part: Any = args[0] if args and isinstance(args[0], ShardTensor) else part_in(args, kwargs)
     info = part._flatshard_info
     with plainly():
         try:
