@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 import types
 import warnings
@@ -70,9 +71,21 @@ def attributes(
             found = getattr(importlib.import_module(home), name)
             _warn(f"{module}.{name}", instead)
             return found
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{_where_it_is(name)}")
 
     return __getattr__
+
+
+def _where_it_is(name: str) -> str:
+    """Return the end of an error about a missing ``name``: the public module that has it. Nothing is imported for it."""
+    for module, found in sorted(sys.modules.items()):
+        if re.fullmatch(r"flatshard(\.[a-z]\w*)?", module) and name in getattr(found, "__all__", ()):
+            return f": it is {module}.{name}"
+    if hasattr(sys.modules.get("torch.distributed.fsdp"), name) and not name.startswith("_"):
+        return (
+            ": flatshard.fsdp2 has FSDP2's functions, and flatshard/docs/migration.md has what replaces others of FSDP"
+        )
+    return ""
 
 
 class OldArguments:

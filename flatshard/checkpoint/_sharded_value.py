@@ -135,8 +135,9 @@ class ShardedValue(torch.Tensor):
             flat = self._local.clone()
         return wrap_full(flat.as_strided(part.block_shape, part.stride), origin.info)
 
-    placements, device_mesh = (
-        attribute_of_dtensors(name, lambda value: f"this is {_name(value)}") for name in ("placements", "device_mesh")
+    redistribute, placements, device_mesh = (
+        attribute_of_dtensors(name, lambda value: f"this is {_name(value)}")
+        for name in ("redistribute", "placements", "device_mesh")
     )
     untyped_storage = _no_memory("untyped_storage")  # also for `storage()`, which asks for it
     numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))

@@ -124,3 +124,18 @@ def test_one_line_warns_once(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"script\.py:(\d+): DeprecationWarning: flatshard", done.stderr)
     assert list(map(int, lines)) == [number + 1 for number in range(len(ATTRIBUTES))]
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("full_state_dict", r": it is flatshard\.checkpoint\.full_state_dict$"),
+        ("MixedPrecisionPolicy", r": it is flatshard\.fsdp2\.MixedPrecisionPolicy$"),  # if that is imported, as here
+        ("FullyShardedDataParallel", r": flatshard\.fsdp2 has .*migration\.md"),
+        ("nothing", "'nothing'$"),
+    ],
+)
+def test_a_name_of_another_module(name: str, cure: str):
+    with pytest.raises(AttributeError, match=f"module 'flatshard' has no attribute .*{cure}"):
+        getattr(flatshard, name)
+    assert not hasattr(flatshard, name)

@@ -55,7 +55,7 @@ class ShardTensor(torch.Tensor):
     _flatshard_info: ShardInfo
     _whose: ClassVar[str] = ""  # words before the FQN, in the description of a number
 
-    full_tensor, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
+    full_tensor, redistribute, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
 
     is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
 
@@ -182,9 +182,7 @@ def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result for this rank's elements: a shard, too."""
-    part = args[0] if args else None
-    if not isinstance(part, ShardTensor):
-        part = part_in(args, kwargs)
+    part: Any = args[0] if args and isinstance(args[0], ShardTensor) else part_in(args, kwargs)
     info = part._flatshard_info
     with plainly():
         try:

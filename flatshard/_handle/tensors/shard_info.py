@@ -139,6 +139,7 @@ _TO_LOAD = "To load a full tensor call module.load_state_dict(...), where each r
 DTENSOR_CURES = {
     "full_tensor": "read it in `with flatshard.summon_full_params(module):` (a gradient, with with_grads=True), or use "
     "`module.state_dict()[name].full_tensor()`",
+    "redistribute": "it stays as it is. Its full tensor is shown in `with flatshard.summon_full_params(module):`",
     "to_local": "use it as it is",
     "placements": f"{_OF_ITS_PARAMETER} its shape and place. {_TO_LOAD}",
     "device_mesh": f"{_OF_ITS_PARAMETER} the number of ranks. {_TO_LOAD}",

@@ -216,7 +216,7 @@ class ShardedParameter(nn.Parameter):
         if grad is not None:
             mark(grad, self._flatshard_info)
 
-    full_tensor, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
+    full_tensor, redistribute, to_local, placements, device_mesh = map(attribute_of_dtensors, DTENSOR_CURES)
 
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
