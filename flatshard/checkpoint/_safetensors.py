@@ -125,7 +125,7 @@ def export_safetensors(
     )
     with _Ranks(flats) as job:
         check_experts(flats)
-        try:
+        try:  # an error of one rank is raised on all, at the end of each step
             job.share(lambda: export.begin() if is_first else None)
             for write in export.rounds():
                 job.share(write)
