@@ -15,7 +15,6 @@ headers, relative to all weights, and to the elements that changed. The latter i
 from __future__ import annotations
 
 import argparse
-import ctypes
 import time
 from collections.abc import Callable
 
@@ -28,6 +27,7 @@ from suite import Benchmark, Figure, Table, by_column, over, progress, seconds_o
 from torch import Tensor
 
 import flatshard
+from flatshard.checkpoint._container import memory_of
 
 RATES = (1e-6, 1e-5, 1e-4)
 GATHER, OURS = "full gather", "flatshard.weights"
@@ -57,7 +57,7 @@ class Update:
         questions = exchanged([b"%d " % rank + message for rank, message in self._asked])
         self._asked.clear()
         for question in questions[0]:
-            rank, _, message = question.partition(b" ")
+            rank, _, message = bytes(question).partition(b" ")
             if int(rank) == dist.get_rank():
                 self.sender.receive(message)
 
@@ -78,13 +78,13 @@ class Update:
             assert applied.version == self.sender.version
 
 
-def exchanged(messages: list[bytes], to: int | None = None) -> list[list[bytes]]:
+def exchanged(messages: list[bytes], to: int | None = None) -> list[list[memoryview]]:
     """Return each rank's messages, on rank ``to``, or on all ranks if it is None."""
     lengths = torch.tensor([len(message) for message in messages], dtype=torch.int64)
     counts = gathered(torch.tensor([len(lengths)]))
     tables = gathered(padded(lengths, int(max(counts))))
     sizes = [int(table.sum()) for table in tables]
-    mine = torch.frombuffer(bytearray(b"".join(messages) or b" "), dtype=torch.uint8)[: int(lengths.sum())]
+    mine = torch.frombuffer(bytearray().join(messages) or bytearray(1), dtype=torch.uint8)[: int(lengths.sum())]
     if to is None:
         rows = gathered(padded(mine, max(sizes)))
     else:
@@ -98,7 +98,7 @@ def exchanged(messages: list[bytes], to: int | None = None) -> list[list[bytes]]
                 dist.send(mine, to)
             return []
     return [
-        [ctypes.string_at(part.data_ptr(), part.nbytes) for part in row[:size].split(table[: int(count)].tolist())]
+        [memory_of(part) for part in row[:size].split(table[: int(count)].tolist())]
         for row, size, table, count in zip(rows, sizes, tables, counts, strict=True)
     ]
 

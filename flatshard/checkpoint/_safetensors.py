@@ -125,8 +125,7 @@ def export_safetensors(
     )
     with _Ranks(flats) as job:
         check_experts(flats)
-        try:
-            # Rank 0 makes the place and names the result, when all have come, and when all have written.
+        try:  # an error of one rank is raised on all, at the end of each step
             job.share(lambda: export.begin() if is_first else None)
             for write in export.rounds():
                 job.share(write)

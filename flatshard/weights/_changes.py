@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from flatshard._base.old_names import old_arguments
-from flatshard.checkpoint._boxes import Part, memory_dims
-from flatshard.weights._gaps import decode_gaps, differ, encode_gaps
+from flatshard.weights._gaps import decode_gaps
+from flatshard.weights._patches import find_changes, full_numbers, split_changes
 from flatshard.weights._sent import Layout, SentParams
 
 
@@ -39,23 +39,14 @@ def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
     for number, (flat, sent) in enumerate(zip(since.now("iter_changed_params"), since.copies, strict=True)):
-        changed = _difference(number, flat.to(sent.dtype), sent)
-        if changed is not None:
+        gaps, values = find_changes(flat.to(sent.dtype), sent)
+        if values.numel():
+            changed = ChangedParams(number, gaps if gaps.numel() else None, values.clone())
             yield changed
             if changed.gaps is None:
                 sent.copy_(changed.values)
             else:
                 sent[decode_gaps(changed.gaps)] = changed.values
-
-
-def _difference(number: int, now: torch.Tensor, sent: torch.Tensor) -> ChangedParams | None:
-    at = differ(now, sent).nonzero().view(-1)
-    if not at.numel():
-        return None
-    gaps = encode_gaps(at)
-    if gaps.nbytes + at.numel() * now.itemsize >= now.nbytes:
-        return ChangedParams(number, None, now.clone())
-    return ChangedParams(number, gaps, now[at])
 
 
 @old_arguments(plan="layout")
@@ -80,28 +71,9 @@ def apply_changed_params(weights: Mapping[str, torch.Tensor], layout: Layout, ch
             raise ValueError(
                 f"apply_changed_params: {each.names[0]!r} is sent as {each.part.shape}, the weights have {have}"
             )
+    found_of = dict(zip(placed, targets, strict=True))
     offsets = None if changed.gaps is None else decode_gaps(changed.gaps)
-    if offsets is not None:
-        ends = torch.tensor([p.start + p.part.numel for p in placed], device=offsets.device)
-        starts = torch.tensor([p.start for p in placed], device=offsets.device)
-        first, last = (torch.searchsorted(offsets, edges).tolist() for edges in (starts, ends))
-    for i, (each, found) in enumerate(zip(placed, targets, strict=True)):
-        if offsets is None:
-            values = changed.values[each.start : each.start + each.part.numel]
-            at = torch.arange(each.part.start, each.part.stop, device=values.device)
-        else:
-            values = changed.values[first[i] : last[i]]
-            at = offsets[first[i] : last[i]] - each.start + each.part.start
-        for target in found if len(at) else ():
-            _put(target, each.part, at.to(target.device), values.to(target.device, target.dtype))
-
-
-def _put(target: torch.Tensor, part: Part, at: torch.Tensor, values: torch.Tensor) -> None:
-    """Write ``values`` to the elements ``at`` of the part's block, counted in its memory order."""
-    if target.stride() == part.stride and tuple(target.shape) == part.block_shape:
-        target.as_strided((target.numel(),), (1,))[at] = values
-        return
-    index: dict[int, torch.Tensor] = {}
-    for dim in reversed(memory_dims(part.block_shape, part.stride)):  # from the innermost
-        at, index[dim] = at // part.block_shape[dim], at % part.block_shape[dim] + part.block_offsets[dim]
-    target[tuple(index[d] for d in range(target.dim())) or ...] = values if target.dim() else values[0]
+    for each, chosen, local in split_changes(placed, offsets, changed.values.numel()):
+        at, values = full_numbers(each.part, local), changed.values[chosen]
+        for target in found_of[each]:
+            target.put_(at.to(target.device, torch.int64), values.to(target.device, target.dtype))

@@ -100,8 +100,8 @@ class PatchSource:
         described, payload = [], []
         for flat, sent, placed in zip(flats, self._values.copies, self._values.layout, strict=True):
             now = flat.to(sent.dtype)
-            gaps, values = _changes(now, sent)
-            data = bytearray(_bytes(gaps) + _bytes(values))
+            gaps, values = find_changes(now, sent)
+            data = bytearray().join((_bytes(gaps), _bytes(values)))
             form, sum_of = gaps.itemsize if gaps.numel() else 0, digest_of(checksums(memoryview(data))).hex()
             sizes = [form, gaps.numel(), values.numel()]
             parts = [[each.names[0], each.start, *_plain(each.part)] for each in placed]
@@ -147,9 +147,9 @@ def decode_patches(messages: Iterable[Bytes]) -> list[Patch]:
                 if shapes.setdefault(name, p.part.shape) != p.part.shape:
                     raise ValueError(f"{_VERB}: {name!r} has shapes {shapes[name]} and {p.part.shape}")
                 found[name] = found.get(name, 0) + p.part.numel
-            for p, name, chosen, local in _split(placed, names, at, values.numel()):
-                piece = (_full_numbers(p.part, local), values[chosen])
-                pieces.setdefault(name, []).append(piece)
+            for p, chosen, local in split_changes(placed, at, values.numel()):
+                piece = (full_numbers(p.part, local).to(_index_dtype(p.part.shape)), values[chosen])
+                pieces.setdefault(p.names[0], []).append(piece)
     if len(steps) > 1:
         raise ValueError(f"{_VERB}: the messages are of steps {sorted(steps)}: give it those of one step, of all ranks")
     if wrong_count := [name for name, count in found.items() if count != math.prod(shapes[name])]:
@@ -158,7 +158,7 @@ def decode_patches(messages: Iterable[Bytes]) -> list[Patch]:
             f"{_VERB}: {found[first]} of {math.prod(shapes[first])} elements of {first!r} are in the messages, and so of "
             f"{len(wrong_count)} parameters: give it one message of each rank"
         )
-    return [_joined(name, shapes[name], each) for name, each in pieces.items()]
+    return [_joined(name, shapes[name], pieces.pop(name)) for name in list(pieces)]
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def _why_not(patch: Patch, target: torch.Tensor | None) -> str | None:
 # -- a rank's message --------------------------------------------------------------------------------------------------
 
 
-def _changes(now: torch.Tensor, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def find_changes(now: torch.Tensor, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gaps of the changed elements and their values. Without gaps, the values are all elements, or none."""
     chosen = differ(now, sent)
     none = torch.empty(0, dtype=torch.uint8, device=now.device)
@@ -225,8 +225,8 @@ def _changes(now: torch.Tensor, sent: torch.Tensor) -> tuple[torch.Tensor, torch
     return gaps, now[at]
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    return bytes(memory_of(values.cpu().contiguous()))
+def _bytes(values: torch.Tensor) -> memoryview:
+    return memory_of(values.cpu().contiguous())
 
 
 def _plain(part: Part) -> list[Any]:
@@ -236,7 +236,7 @@ def _plain(part: Part) -> list[Any]:
 
 def _read(message: Bytes) -> tuple[dict[str, Any], memoryview]:
     """Return the header and the payload of a message."""
-    data = memoryview(bytearray(message))
+    data = memoryview(message)
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     found = read_message(data[_LENGTH:end], _VERB) if end <= len(data) else None
     if found is None or found.header["kind"] != "patch":
@@ -274,40 +274,50 @@ def _read_changes(
     end = middle + count * dtype.itemsize
     if min(words, count) < 0 or end > len(payload) or (words > 0) != (form in _GAPS):
         raise ValueError(f"{_VERB}: a message ends after {len(payload)} of {end} bytes, within {name_list(names)}")
-    if digest_of(checksums(payload[start:end])).hex() != flat["sum"]:
+    data = memoryview(bytearray(payload[start:end]))  # a tensor's memory is to be writable
+    if digest_of(checksums(data)).hex() != flat["sum"]:
         raise ValueError(f"{_VERB}: the changes of {name_list(names)} are damaged")
-    values = (
-        torch.frombuffer(bytearray(payload[middle:end]), dtype=dtype)
-        if count
-        else torch.empty(0, dtype=dtype, device="cpu")
-    )
+    if not count:
+        return None, torch.empty(0, dtype=dtype, device="cpu"), end
     if not words:
-        return None, values, end
-    encoded = torch.frombuffer(bytearray(payload[start:middle]), dtype=gaps)
+        return None, torch.frombuffer(data, dtype=dtype), end
+    encoded = torch.frombuffer(data[: middle - start], dtype=gaps)
+    values = torch.frombuffer(bytearray(data[middle - start :]), dtype=dtype)  # aligned
     if measure_gaps(encoded)[0] != count:
         raise wrong(_VERB, f"{name_list(names)} has {count} values for other places")
     return decode_gaps(encoded), values, end
 
 
-def _split(
-    placed: list[PlacedPart], names: list[str], at: torch.Tensor | None, count: int
-) -> Iterator[tuple[PlacedPart, str, slice, torch.Tensor]]:
-    """Yield each place with changes, its name, the slice of the values, and the elements' numbers in its block.
+def split_changes(
+    placed: list[PlacedPart], at: torch.Tensor | None, count: int
+) -> Iterator[tuple[PlacedPart, slice, torch.Tensor]]:
+    """Yield each place with changes, the slice of the values, and the elements' numbers in its block.
 
     Elements without a place are padding, or another tensor-parallel rank sends them.
+
+    Args:
+        placed: the places in a flat shard, in order.
+        at: the changed offsets in it, or None for all.
+        count: the number of values.
+
+    Raises:
+        ValueError: all values are to come, and there are fewer.
     """
-    if not count:
-        return
     if at is None:
-        at = torch.arange(count, device="cpu")
-    edges = torch.tensor([edge for p in placed for edge in (p.start, p.start + p.part.numel)], device="cpu")
+        if count and placed and placed[-1].start + placed[-1].part.numel > count:
+            raise wrong(_VERB, f"{name_list(p.names[0] for p in placed)} has {count} values, too few for all elements")
+        for p in placed if count else ():
+            numbers = torch.arange(p.part.start, p.part.stop, dtype=_index_dtype(p.part.shape), device="cpu")
+            yield p, slice(p.start, p.start + p.part.numel), numbers
+        return
+    edges = torch.tensor([edge for p in placed for edge in (p.start, p.start + p.part.numel)], device=at.device)
     bounds = torch.searchsorted(at, edges).tolist()
-    for p, name, begin, end in zip(placed, names, bounds[::2], bounds[1::2], strict=True):
+    for p, begin, end in zip(placed, bounds[::2], bounds[1::2], strict=True):
         if begin < end:
-            yield p, name, slice(begin, end), at[begin:end] - p.start + p.part.start
+            yield p, slice(begin, end), at[begin:end] - p.start + p.part.start
 
 
-def _full_numbers(part: Part, at: torch.Tensor) -> torch.Tensor:
+def full_numbers(part: Part, at: torch.Tensor) -> torch.Tensor:
     """Return row-major numbers in the full tensor of the elements ``at`` of a block, counted in its memory order."""
     dims = memory_dims(part.block_shape, part.stride)
     if part.block_shape == part.shape and dims == tuple(range(len(dims))):
@@ -325,5 +335,8 @@ def _joined(name: str, shape: tuple[int, ...], pieces: list[tuple[torch.Tensor, 
     if not bool((indices[1:] > indices[:-1]).all()):
         indices, order = indices.sort()
         values = values[order]
-    kind = torch.int32 if math.prod(shape) <= 2**31 else torch.int64
-    return Patch(name, shape, indices.to(kind), values)
+    return Patch(name, shape, indices, values)
+
+
+def _index_dtype(shape: tuple[int, ...]) -> torch.dtype:
+    return torch.int32 if math.prod(shape) <= 2**31 else torch.int64

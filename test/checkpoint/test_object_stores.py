@@ -529,7 +529,7 @@ def test_an_export_to_a_store(ctx, path: str) -> None:
             assert sorted(name for names in uploads for name in names) == files
             assert all(uploads)
         with expect("already: give an empty directory"):
-            export_safetensors(model, url, max_file_bytes=20)
+            export_safetensors(model, url, dtype=torch.bfloat16, max_file_bytes=20)
         assert sorted(p.name for p in Path(path, how).glob("*.safetensors")) == files
     export_safetensors(model, f"objects://{path}/one")  # one file, and no index
     assert [p.name for p in Path(path, "one").iterdir()] == ["model.safetensors"]
