@@ -16,9 +16,12 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import MODEL, ModelWrapper
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import utils
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.models.common.attention import FusedQKVLinear
@@ -43,6 +46,7 @@ def parallelize(
     """Apply activation checkpointing, compile, then :func:`flatshard.fully_shard`: the ``parallelize_fn`` of a ``ModelSpec``.
 
     Each transformer block is a unit, and so are the embeddings and the head, which torchtitan's chunked losses call alone.
+    Tensor and expert parallelism come first, as in torchtitan; experts are sharded over ``efsdp``.
     As under torchtitan's FSDP, gradients are summed: the loss is divided by the number of tokens on all ranks. A fused weight
     of queries, keys and values stays one in state dicts, as a rank's shard of it can't be split.
 
@@ -51,11 +55,29 @@ def parallelize(
         shard_options: more arguments of ``fully_shard``, given by ``functools.partial``.
 
     Raises:
-        NotImplementedError: tensor, context, pipeline or expert parallelism is asked for.
+        NotImplementedError: context or pipeline parallelism is asked for; tensor parallelism in a model with experts; or
+            either of tensor and expert parallelism without ``partial_dtensor``.
     """
-    for name in ("tp", "cp", "pp", "ep"):
+    for name in ("cp", "pp"):
         if getattr(parallel_dims, f"{name}_enabled"):
-            raise NotImplementedError(f"parallelize: {name} > 1; flatshard's parallelize_fn has data parallelism only")
+            raise NotImplementedError(
+                f"parallelize: {name} > 1; flatshard's parallelize_fn has data, tensor and expert parallelism only"
+            )
+    divides = parallel_dims.tp_enabled or parallel_dims.ep_enabled
+    if divides and parallel_dims.spmd_backend != "partial_dtensor":
+        raise NotImplementedError(
+            f"parallelize: tensor and expert parallelism need DTensors, but spmd_backend is {parallel_dims.spmd_backend!r}: "
+            'pass ParallelismConfig(spmd_backend="partial_dtensor", ...)'
+        )
+    if parallel_dims.tp_enabled and any(
+        getattr(block, "moe_enabled", False) for block in model.get_submodule("layers").children()
+    ):
+        raise NotImplementedError(
+            "parallelize: tp > 1 in a model with experts was not compared with one process: use ep"
+        )
+    if divides:
+        decoder: Any = model
+        decoder.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
@@ -76,6 +98,11 @@ def parallelize(
         "cpu_offload": training.enable_cpu_offload,
         **shard_options,
     }
+    OptimizersContainer.works_on_shards = True  # the optimizers inside are checked themselves
+    if parallel_dims.ep_enabled:
+        own = parallel_dims.get_mesh(["dp_replicate", "efsdp"] if hybrid else "efsdp")
+        options["shard_mesh_fn"] = lambda fqn, param: own if _is_expert(param) else None
+        utils._clip_grad_norm_with_ep = _clip_with_experts
     reshard = get_fsdp_reshard_after_forward_policy(parallelism.fsdp_reshard_after_forward, pp_enabled=False)
     ends = [getattr(model, name, None) for name in ("tok_embeddings", "lm_head")]
     held = [{id(p) for p in end.parameters()} for end in ends if end is not None]
@@ -86,6 +113,23 @@ def parallelize(
     flatshard.fully_shard(model, **options)
     flatshard.configure(model, divide_factor=1.0)
     return model
+
+
+def _is_expert(param: nn.Parameter) -> bool:
+    """Return whether the ranks of ``ep`` divide ``param``."""
+    return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
+
+
+_clip_dtensors = utils._clip_grad_norm_with_ep
+
+
+def _clip_with_experts(parameters: Any, max_norm: float, *options: Any) -> torch.Tensor:
+    """Clip as torchtitan with expert parallelism, which takes all parameters for DTensors. Sharded ones know their ranks."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(param, DTensor) for param in parameters):
+        return _clip_dtensors(parameters, max_norm, *options)  # type: ignore[no-any-return]
+    norm_type, error_if_nonfinite, foreach, _ = options
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def _fused(model: nn.Module) -> list[tuple[str, nn.Module]]:

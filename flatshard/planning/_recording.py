@@ -182,7 +182,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.track([tensor], "gradients" if on_host else _category(frames.of_caller(1)), on_host)
         if self.recorder.is_recording:
             if (formula := self._flops_of.get(func._overloadpacket)) is not None:
-                self.recorder.flops[self.recorder.unit] += self._made.flops(formula, args, kwargs, result)
+                self.recorder.flops[self.recorder.unit] += int(formula(*args, **kwargs, out_val=result))
             if (sent := self._dtensor_groups.collective(func, args, result)) is not None:
                 kind, nbytes, (name, ranks) = sent
                 self.recorder.collectives.append(
@@ -219,7 +219,6 @@ class MadeOnce:
     def __init__(self, device: str) -> None:
         self._on_cpu = device == "cpu"
         self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
-        self._flops: dict[Any, int] = {}  # by the formula and its arguments
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``func``."""
@@ -227,7 +226,7 @@ class MadeOnce:
         if makes is None or not (makes or _written(args, kwargs).is_meta):
             return _each_once(func, args) if is_foreach and not kwargs else func(*args, **kwargs)
         try:
-            key = _signatures(func, args, kwargs)
+            key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
             known = self._results.get(key)
         except TypeError:  # an argument is not hashable
             return computed(func, args, kwargs, self._on_cpu)
@@ -239,22 +238,6 @@ class MadeOnce:
         if described is not None and is_as_before:
             self._results[key] = described
         return result
-
-    def flops(self, formula: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-        """Return the floating-point operations of a call that returned ``result``, by ``formula``."""
-        try:
-            key = _signatures(formula, args, kwargs)
-            known = self._flops.get(key)
-        except TypeError:
-            return int(formula(*args, **kwargs, out_val=result))
-        if known is None:
-            self._flops[key] = known = formula(*args, **kwargs, out_val=result)
-        return known
-
-
-def _signatures(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the key of a call: ``func`` and ``_signature`` of its arguments."""
-    return func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
 
 
 def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

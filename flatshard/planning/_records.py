@@ -85,12 +85,6 @@ class Memory:
         """Bytes that flatshard and the optimizer allocate: all but ``activations`` and ``others``."""
         return self.shards + self.gradients + self.optimizer + self.unsharded + self.reductions + self.arriving
 
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, name) + getattr(other, name) for name in CATEGORIES))
-
-    def __sub__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, name) - getattr(other, name) for name in CATEGORIES))
-
 
 MemoryPair = tuple[Memory, Memory]
 """The memory on the device, and on the host."""

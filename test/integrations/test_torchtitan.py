@@ -14,6 +14,7 @@ import torch
 from on_ranks import ranks
 from tiny import check_equal
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import flatshard
 
@@ -32,6 +33,25 @@ def llama() -> Any:
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
         layer.attention.rope.max_seq_len = 64
+    return spec
+
+
+def compute(self: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Compute the rows of each expert in float32, where torchtitan's forward of ``GroupedExperts`` casts to bfloat16."""
+    weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF)]
+    rows = zip(x.split(counts.tolist()), *weights, strict=True)
+    return torch.cat([(nn.functional.silu(r @ gate.t()) * (r @ up.t())) @ down.t() for r, gate, up, down in rows])
+
+
+def mixture() -> Any:
+    """Configure a small DeepSeek: a dense block, and one with experts."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    spec = model_registry("debugmodel")
+    del spec.model.layers[2:]
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return spec
 
 
@@ -184,12 +204,12 @@ def trainers_config(ctx: Any, folder: str) -> Any:
         class Config(BaseDataLoader.Config):
             pass
 
-        def __init__(self, config: Any, dp_rank: int, **options: Any) -> None:
-            self.rank = dp_rank
+        def __init__(self, config: Any, dp_rank: int, dp_world_size: int, **options: Any) -> None:
+            self.rank, self.size = dp_rank, dp_world_size
 
         def __iter__(self) -> Any:
             for tokens in batches(STEPS):
-                for rows in tokens[2 * self.rank : 2 * self.rank + 2].split(1):
+                for rows in tokens.chunk(self.size)[self.rank].split(1):
                     yield {"input": rows[:, :-1]}, rows[:, 1:]
 
         def state_dict(self) -> dict[str, Any]:
@@ -254,3 +274,55 @@ def test_the_trainer_by_the_page_s_recipe(ctx, path: str):
     assert norms == pytest.approx(expected, rel=1e-4)
     check_equal(whole_state(names["trainer"].model_parts[0]), alone.state_dict(), NEAR)
     assert (Path(path) / "checkpoint" / f"step-{STEPS}").exists()
+
+
+@ranks(2, pool="pair", timeout=400)
+def test_divided_experts(ctx, path: str):
+    """The Trainer clips, and balances the load of experts."""
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.models.common.moe import GroupedExperts
+
+    from flatshard.integrations.torchtitan import parallelize
+
+    spec, norms = mixture(), []
+    config = trainers_config(ctx, path)
+    config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
+    config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor", expert_parallel_degree=2)
+    with (
+        mock.patch.object(MetricsProcessor, "log", lambda self, step, loss, most, norm, **rest: norms.append(norm)),
+        mock.patch.object(GroupedExperts, "forward", compute),
+    ):
+        trainer = config.build()
+        model = trainer.model_parts[0]
+        alone = filled(spec.model.build())  # as the Trainer has updated its configuration
+        params = dict(alone.named_parameters())
+        model.load_state_dict({name: value.detach().clone() for name, value in params.items()}, strict=False)
+        steps, dims = optimizers(alone), SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False)
+        spec.post_optimizer_build_fn(steps, [alone], dims)
+        expected = train(alone, steps, None)
+        trainer.train()
+    experts = [flat for unit in flatshard.describe(model).units for flat in unit.flats if flat.world_size == 1]
+    assert [len(flat.fqns) for flat in experts] == [3]  # each rank has half of them
+    assert norms == pytest.approx(expected, rel=1e-4)
+    check_equal(whole_state(model), alone.state_dict(), NEAR)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "backend", "message"),
+    [
+        ("cp", "partial_dtensor", "cp > 1; flatshard's"),
+        ("ep", "spmd_types", "but spmd_backend is 'spmd_types'"),
+        ("tp", "partial_dtensor", "tp > 1 in a model with experts"),
+    ],
+)
+def test_refused_axes(enabled: str, backend: str, message: str):
+    from flatshard.integrations.torchtitan import parallelize
+
+    axes = {f"{axis}_enabled": axis == enabled for axis in ("cp", "pp", "tp", "ep")}
+    given = dict.fromkeys(("training", "parallelism", "compile_config", "ac_config", "dump_folder"))
+    model = nn.Sequential()
+    model.layers = nn.ModuleList([nn.Linear(1, 1)])
+    model.layers[0].moe_enabled = True
+    with pytest.raises(NotImplementedError, match=message):
+        parallelize(model, parallel_dims=SimpleNamespace(spmd_backend=backend, **axes), **given)
