@@ -534,13 +534,9 @@ def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any)
             plan_step(torch.nn.Linear(2, 2), world_size=2, **{name: value})
 
 
-@ranks(1, 3)
+@ranks(3)
 def test_what_sending_costs_is_measured(ctx):
     """All ranks return one number, which ``fit_to_memory`` takes, and no random numbers are drawn."""
-    if ctx.world_size == 1:
-        with pytest.raises(ValueError, match="has one rank, which sends nothing"):
-            measure_flops_per_byte(ctx.group)
-        return
     state = torch.get_rng_state()
     for dtype in (torch.float32, torch.bfloat16):
         speed = measure_flops_per_byte(ctx.group, "cpu", dtype=dtype)
@@ -549,3 +545,11 @@ def test_what_sending_costs_is_measured(ctx):
         assert len({*everybody(ctx, speed)}) == 1
     assert torch.equal(torch.get_rng_state(), state)
     assert fit_to_memory(on_meta(Gpt), bytes_per_rank="1 GiB", **options("gpt", flops_per_byte=speed)).units
+
+
+def test_one_rank_sends_nothing(world):
+    with pytest.raises(RuntimeError, match=r"measure_flops_per_byte needs a process group"):
+        measure_flops_per_byte()
+    world(1)
+    with pytest.raises(ValueError, match=r"one rank, which sends nothing"):
+        measure_flops_per_byte()

@@ -246,7 +246,10 @@ def rows_under(title: str, page: str) -> list[list[str]]:
 )
 def test_the_figures_are_those_of_the_results(results: str, section: str, page: str):
     """The first row is exact; the others are the least and the most, over FSDP2's. In the README all are exact."""
-    tables = json.loads((ROOT / "benchmarks" / "results" / results).read_text())["tables"]
+    path = ROOT / "benchmarks" / "results" / results
+    # Host time was measured again, without the imitation of other ranks.
+    files = [json.loads(each.read_text()) for each in (path, path.with_name("host_overhead.json"))]
+    tables = [table for each in files for table in each["tables"]]
     figures = {
         t["name"]: {who: row["fp32"]["value"] for who, row in t["rows"].items() if "fp32" in row} for t in tables
     }
