@@ -164,11 +164,12 @@ def receive_last_gradient(unit: Unit) -> None:
     if may_get_more(unit):
         postpone(backward, unit)
         return
-    # Ranks that lack gradients free it later, and complete it before they gather the next unit.
-    # `Unit.is_done_with_gradients`
     done = unit.is_done_with_gradients or was_left(unit)
     if done:  # before the reduction input is allocated
         unit.release(GRADIENTS_CAME)
+    elif unit.handle.gradients.accumulators.are_all:  # this rank lacks some, and others release it: `Unit.lend`
+        unit.lend()
+        done = True
     complete(backward, unit)
     if done and unit.config.backward_prefetch is BACKWARD_POST:
         prefetch_after(unit)

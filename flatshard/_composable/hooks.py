@@ -222,9 +222,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments that features make of a module's, with inputs that backward leaves by; None if unchanged."""
         unit = self.unit
-        # Also in each recomputation: one that lacks parameters on some rank for the first time is not done when they come.
-        may_need = forward.in_backward or not unit.is_done_with_gradients
-        watches = torch.is_grad_enabled() and may_need and not unit.handle.never_gathers
+        watches = torch.is_grad_enabled() and not (unit.is_done_with_gradients or unit.handle.never_gathers)
         given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:

@@ -135,6 +135,15 @@ class Unit:
             lends = lends or history.leak_version == self.handle.version()
         self.handle.reshard(forward_graph, lends)
 
+    def lend(self) -> None:
+        """Count as sharded where other ranks release the unit in backward, but leave everything as it is until a release.
+
+        The rest of this rank's graph may read the values, or recompute with them. A gather writes the same values again.
+        """
+        keeps = self.context.backward is not None and self.context.backward.keeps_unsharded
+        if not keeps and not (self.claims and self.claims.need >= BUFFER):
+            self.handle.reshard(lends=True)
+
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
         self.handle.rename(", ".join(names[m] for m in called_modules(self.module) if m in names), names)
@@ -153,8 +162,8 @@ class Unit:
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. claims.py, [Note: Freeing]
 
-        Local to this rank: see `UnitHistory.leaves_out`. If it is True on some ranks only, others free the unit when
-        backward has left its first forward. No rank gathers it after that.
+        Local to this rank: see `UnitHistory.leaves_out`. If it is True on some ranks only, others lend the memory, and free
+        it when backward has left the unit's first forward. All gather the unit again if it is recomputed.
         """
         return self.handle.gradients.accumulators.are_all and not self.history.leaves_out
 

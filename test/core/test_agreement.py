@@ -105,28 +105,35 @@ class Experts(nn.Module):
         super().__init__()
         self.first, self.expert, self.head = nn.Linear(4, 4), Expert(), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, needs: str, recomputes: bool) -> Tensor:
+    def forward(self, x: Tensor, needs: str, calls: list[str]) -> Tensor:
         x = self.first(x)
-        for _ in range(2):
-            shown = checkpoint(self.expert, x, needs, use_reentrant=True) if recomputes else self.expert(x, needs)
+        for call in calls:
+            again = call == "recomputed"
+            shown = checkpoint(self.expert, x, needs, use_reentrant=True) if again else self.expert(x, needs)
             x = x + sum(shown)
         return self.head(x.square())
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-@pytest.mark.parametrize(("needs", "recomputes"), [("bias", False), ("all, and shows one", False), ("weight", True)])
+@pytest.mark.parametrize(
+    ("needs", "calls"),
+    [("bias", "direct, direct"), ("all, and shows one", "direct, direct"), ("weight", "recomputed, recomputed")]
+    + [("weight", "recomputed, direct"), ("weight", "direct, recomputed")],
+)
 @ranks(2, timeout=20)
-def test_one_rank_needs_less_of_a_unit(ctx, strategy: ShardingStrategy, needs: str, recomputes: bool):
-    """An output that is a view of a parameter keeps the memory, and other ranks gather. A graph that lacks a parameter for
-    the first time keeps the unit, and other ranks free it between two recomputations.
+def test_one_rank_needs_less_of_a_unit(ctx, strategy: ShardingStrategy, needs: str, calls: str):
+    """An output that is a view of a parameter keeps the memory, and so does a graph that lacks a parameter. Other ranks free
+    the unit, and gather it again.
     """
     plain, model = twins(ctx, Experts, {Expert, nn.Linear}, strategy=strategy)
     for rank_1_needs in ("all", needs, needs):
         x = torch.randn(2 * ctx.world_size, 4, dtype=torch.double)
         for rank, part in enumerate(x.chunk(ctx.world_size)):
-            (plain(part, rank_1_needs if rank else "all", recomputes).square().mean() / ctx.world_size).backward()
+            (
+                plain(part, rank_1_needs if rank else "all", calls.split(", ")).square().mean() / ctx.world_size
+            ).backward()
         own = x.chunk(ctx.world_size)[ctx.rank]
-        model(own, rank_1_needs if ctx.rank else "all", recomputes).square().mean().backward()
+        model(own, rank_1_needs if ctx.rank else "all", calls.split(", ")).square().mean().backward()
         check_same_gradients(model, plain)
         assert not has_memory(model.expert)
 
