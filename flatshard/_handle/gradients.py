@@ -484,9 +484,12 @@ class FlatGradients:
         if self.input is not None and not self.flat.holds_all:  # otherwise the input is the result
             self.input.free()
 
-    def discard(self) -> None:
-        """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        if self._stay_with_autograd:
+    def discard(self, of_autograd: bool = False) -> None:
+        """Drop all received gradients and free their memory. ``.grad`` is not changed.
+
+        ``of_autograd``: also those that are with autograd still. Else ``summon_full_params`` may show others in their place.
+        """
+        if of_autograd and self._stay_with_autograd:
             consume(map(_set_plain_grad, self.flat.unsharded.params, _NONE))
         self.partial = None
         self._free()

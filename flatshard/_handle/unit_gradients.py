@@ -374,7 +374,7 @@ class UnitGradients:
         except CollectiveError as e:
             trace.logger.warning("%s (in a backward that had already failed)", e)
         for grads in self.flats:
-            grads.discard()
+            grads.discard(of_autograd=self.state is FILLING)
         if self.state is not NONE:
             self._transition("discard")
         self.stream.release()

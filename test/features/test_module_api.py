@@ -298,6 +298,29 @@ def test_summon_takes_new_gradients(ctx):
         check_same_gradients(model, plain)
 
 
+@ranks(2)
+def test_gradients_that_summon_shows_outlive_an_interrupt(ctx):
+    """A forward after one that was interrupted drops gradients of failed backwards, and no others."""
+    plain, model = twins(ctx, Model, {Block})
+    x = vectors(0, ctx.world_size)
+    for m, part in zip((plain, model), parts(ctx, x), strict=True):
+        mean_square(m(part), x).backward()
+    mine = x[:1]
+    later = model(mine)  # its backward may come
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with summon_full_params(model, with_grads=True), torch.no_grad():
+        hook = model.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(mine)
+        hook.remove()
+        model(mine)
+    check_same_gradients(model, plain)
+    del later
+
+
 @ranks(1, 2)
 def test_the_memory_format_is_chosen_before(ctx):
     """A later change warns, and the warning's cure works."""
