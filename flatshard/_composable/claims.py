@@ -23,7 +23,7 @@ in the same pass (a module called twice, or another module of a group).
 
 All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
 parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.
-A unit whose parameters are all trainable is gathered once, also on a rank whose graph lacks some of them.
+If its parameters are all trainable, a rank whose graph lacks some of them lends the memory where others free it.
 """
 
 from __future__ import annotations
