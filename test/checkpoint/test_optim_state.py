@@ -128,11 +128,15 @@ def test_a_parameter_without_dimensions(ctx, kind: Callable[..., Optimizer]) -> 
         fully_shard(model, process_group=ctx.group)
         if loads == "after":
             ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            for param, state in ours.state.items():
-                assert {v.numel() for key, v in state.items() if key != "step"} == {param.numel()}
         for _ in range(2):
             step(model, ours)
             step(reference, theirs)
+        for each in (ours, theirs):
+            each.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for param, state in ours.state.items():
+            assert {v.numel() for key, v in state.items() if key != "step"} == {param.numel()}
+        step(model, ours)
+        step(reference, theirs)
         for name, value in flatshard.checkpoint.full_state_dict(model).items():
             torch.testing.assert_close(value, reference.state_dict()[name])
 
