@@ -17,6 +17,9 @@ GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
 """Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
 ``NUMBERS`` are a few numbers of several units, such as a norm. Their label names the question, and has the tag 0."""
 
+KINDS = 4
+"""The number of kinds. Tags of units are multiples of it."""
+
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 """The names of a unit's collectives, in events, errors and ranges of a profiler."""
 

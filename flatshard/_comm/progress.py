@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flatshard._base import trace
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.collectives import ALL_REDUCE, NUMBERS, Capabilities, Pending
+from flatshard._comm.collectives import ALL_REDUCE, KINDS, NUMBERS, Capabilities, Pending
 from flatshard._comm.streams import Streams
 
 _RECENT = 5  # number of collectives that an error lists
@@ -186,17 +186,17 @@ class Progress:
     def make_label(self, unit: str, identity: str) -> Label:
         """Make the label of a new handle. Handles of equal ``identity`` differ by the order of their creation."""
         self._seen[identity] += 1
-        tag = int(digest((identity, self._seen[identity]))[:8], 16) >> 3 << 2
+        tag = int(digest((identity, self._seen[identity]))[:8], 16) // 2 // KINDS * KINDS
         # Tags are never reused: all ranks must find the same one, whatever they have freed.
         while tag in self._tags or tag >= RESERVED:
-            tag = (tag + 4) % 2**31
+            tag = (tag + KINDS) % 2**31
         self._tags.add(tag)
         label = _labels[tag] = Label(unit, tag, identity)
         return label
 
     def units(self) -> dict[int, str]:
         """Return FQNs by tag, of units made for this group or with collectives on it. The watch's thread calls this, too."""
-        found = (_labels.get(tag) for tag in {*self._tags, *(key >> 2 << 2 for key in list(self.counts))})
+        found = (_labels.get(tag) for tag in {*self._tags, *(key // KINDS * KINDS for key in list(self.counts))})
         return {label.tag: label.unit for label in found if label is not None and label.identity}
 
     def issue(self, verb: str, kind: int, label: Label, for_backward: bool) -> Issued:

@@ -108,7 +108,7 @@ def prefetch(context: Context, unit: Unit, limit: int | None, for_backward: bool
         handle, claims = needed.handle, needed.claims
         if claims and not for_backward and not claims.in_use and needed.is_outdated:
             needed.release(Reason.OUTDATED)
-        if handle.stamp is not None or (handle.has_static_buffers and _is_blocked(needed)):
+        if handle.stamp is not None or (handle.has_static_buffers and _stays_blocked(needed)):
             continue
         if claims and claims.show_copies:
             continue
@@ -138,8 +138,11 @@ def free_unused(context: Context) -> None:
         unit.release(Reason.NOT_USED)
 
 
-def _is_blocked(unit: Unit) -> bool:
-    """Return whether another unit is using the static buffer of ``unit``: the same on all ranks."""
+def _stays_blocked(unit: Unit) -> bool:
+    """Free units that only this rank still has, and return whether another unit is using the static buffer of ``unit``.
+
+    The result is the same on all ranks.
+    """
     memory = unit.handle.memory
     if memory.is_blocked:
         _free_complete()
@@ -158,7 +161,7 @@ def _free_complete() -> None:
 
 def make_room(unit: Unit) -> None:
     """Free memory of other units that ``unit`` needs. unsharded.py, [Note: Static buffers]"""
-    if not _is_blocked(unit):
+    if not _stays_blocked(unit):
         return
     free_unused(unit.context)  # by now it is blocked on all ranks, so all free the same
     if not unit.history.live_forwards:
