@@ -369,12 +369,13 @@ class UnitGradients:
     @_on_its_stream
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, reduced or not, after an exception in backward."""
+        came = self.state in (FILLING, REDUCING)
         try:
             self.finish(assign=False)
         except CollectiveError as e:
             trace.logger.warning("%s (in a backward that had already failed)", e)
         for grads in self.flats:
-            grads.discard(of_autograd=self.state is FILLING)
+            grads.discard(of_autograd=came)
         if self.state is not NONE:
             self._transition("discard")
         self.stream.release()
@@ -385,6 +386,6 @@ class UnitGradients:
         for grads in self.flats:
             if grads.input is not None and (not ended or out_of_step):
                 grads.input.abandon_memory()  # some may never end, so their memory must not be freed
-            grads.discard()
+            grads.discard(of_autograd=True)
         self._transition("finish")
         self.stream.release()
