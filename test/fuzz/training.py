@@ -195,6 +195,8 @@ class Training(Runner):
             return False
         if not plain.requires_grad or plain.numel() < 2 or twin.owner[name] < 0:
             return False
+        if 0 < plain.detach().abs().max() < 1e-12:
+            return False  # rounding, of which a norm has any gradient
         info = flatshard.tensors.shard_info(own)
         if info is None or ((info.by_rows or info.never_cut) and ("std" in s.how or s.how in TWO)):
             return False  # the refused value is this rank's
