@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python benchmarks/route.py --package fsdp2   # FSDP2 of the installed torch
     OMP_NUM_THREADS=1 python benchmarks/route.py --show forward    # the route itself, function by function
 
-Two ranks train a Sequential of three blocks; the third step is recorded, as the first ones make things for later. Counted
-are Python calls into the package on the main thread. A unit's forward or backward lasts from its hook to the next unit's.
-The route ends at a backend's collectives, so they are gloo's own: payloads in shared memory (``_comm/shared_memory/``) are
-another page.
+Two ranks train a Sequential of three blocks. The fifth step is recorded: the first ones make things for later, and in the
+first four ranks compare the order of their reductions. Counted are Python calls into the package on the main thread. A unit's
+forward or backward lasts from its hook to the next unit's. The route ends at a backend's collectives, so they are gloo's own:
+payloads in shared memory (``_comm/shared_memory/``) are another page. FSDP2's collectives are those of ``torch.distributed``,
+which is not counted. So a unit's figures are also given without ``_comm/``.
 """
 
 import argparse
@@ -33,6 +34,7 @@ ENTRIES = {
     "fsdp2": ("FSDPState._pre_forward", "FSDPState._pre_backward"),
 }
 """The hooks with which a unit's forward and backward begin."""
+STEPS = 5
 PHASES = ("construct", "forward", "backward", "optimizer", "state_dict")
 
 
@@ -93,7 +95,7 @@ def record(package: str) -> dict[str, list[Call]]:
     model = nn.Sequential(*(Block() for _ in range(3)))
     recorded("construct", lambda: shard(model, package))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 32)
-    for _ in range(3):
+    for _ in range(STEPS):
         loss = recorded("forward", lambda: model(x).square().mean())
         recorded("backward", loss.backward)
         recorded("optimizer", optimizer.step)
@@ -112,12 +114,15 @@ def measure(calls: dict[str, list[Call]], package: str) -> Iterator[tuple[str, t
     """Yield the figures of each phase, and the medians of a unit's forward and backward."""
     for phase, entries in calls.items():
         yield phase, figures(entries)
-        for entry in ENTRIES[package]:
-            starts = [i for i, call in enumerate(entries) if call.function == entry]
-            units = [figures(entries[a:b]) for a, b in itertools.pairwise([*starts, len(entries)])]
+        above = [call for call in entries if not call.file.startswith("_comm/")]
+        for entry, (note, counted) in itertools.product(
+            ENTRIES[package], {"": entries, ", without _comm": above}.items()
+        ):
+            starts = [i for i, call in enumerate(counted) if call.function == entry]
+            units = [figures(counted[a:b]) for a, b in itertools.pairwise([*starts, len(counted)])]
             if units:
                 calls_, files, changes = (int(statistics.median(each)) for each in zip(*units, strict=True))
-                yield f"{phase}, a unit", (calls_, files, changes)
+                yield f"{phase}, a unit{note}", (calls_, files, changes)
 
 
 def _run(rank: int, store: str, package: str, show: str | None) -> None:

@@ -25,7 +25,13 @@ from flatshard._composable.backward import (
 from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
 from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
 from flatshard._composable.state import AwaitedGradients, Unit, Way, current_graph_task
-from flatshard._composable.to_come import is_over, may_get_more, needs_no_values, was_completed, was_left
+from flatshard._composable.to_come import (
+    may_get_more,
+    needs_no_values,
+    needs_nothing_after_inputs,
+    was_completed,
+    was_left,
+)
 from flatshard._handle.registrations import UNSHARDED_PARAMS
 
 BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
@@ -76,7 +82,7 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
         )
     # `finish_previous_and_gather` gathers instead if the input of a reduction is to be freed first: also before this unit
     # is reduced, so ranks with other gradients have the same order. [Note: Reductions in flight]
-    if not (awaited and awaited.acts_at and context.reductions.frees) and prefetches_before(unit):
+    if not (awaited and awaited.ends_previous_at and context.reductions.frees) and prefetches_before(unit):
         prefetch_next(record)
 
 
@@ -111,10 +117,10 @@ def gradient_hook(unit: Unit, group: int, index: int) -> Callable[[torch.Tensor]
             if awaited is None:
                 return
         awaited.pending = pending = awaited.pending - 1
-        if pending > awaited.acts_at:
+        if pending > awaited.ends_previous_at:
             return
         if pending > 0:
-            awaited.acts_at = 0  # from now on, only the last one acts
+            awaited.ends_previous_at = 0  # from now on, only the last gradient matters
             finish_previous_and_gather(to_unit())
         elif not pending and awaited.task == task:
             receive_last_gradient(to_unit())
@@ -159,28 +165,38 @@ def receive_last_gradient(unit: Unit) -> None:
     assert now is not None
     assert now.awaited is not None
     # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
-    if now.awaited.acts_at:
+    if now.awaited.ends_previous_at:
         finish_previous_and_gather(unit)
     if may_get_more(unit):
         postpone(backward, unit)
         return
-    done = unit.is_done_with_gradients or was_left(unit)
-    if done:  # before the reduction input is allocated
-        unit.release(GRADIENTS_CAME)
-    elif unit.handle.gradients.accumulators.are_all:  # this rank lacks some, and others release it: `Unit.lend`
-        unit.lend()
-        done = True
+    counts_as_sharded = _free_or_lend(unit)  # before the reduction input is allocated
     complete(backward, unit)
-    if done and unit.config.backward_prefetch is BACKWARD_POST:
+    if counts_as_sharded and unit.config.backward_prefetch is BACKWARD_POST:
         prefetch_after(unit)
+
+
+def _free_or_lend(unit: Unit) -> bool:
+    """Free ``unit``, whose gradients have come, or lend its memory to the rest of the graph of this rank.
+
+    Returns whether the unit counts as sharded now, on all ranks alike. Else backward frees it when it leaves its inputs.
+    """
+    if unit.is_done_with_gradients or was_left(unit):
+        unit.release(GRADIENTS_CAME)
+        return True
+    if unit.handle.gradients.accumulators.are_all:  # this rank lacks some, and others release it: `Unit.lend`
+        unit.lend()
+        return True
+    return False
 
 
 # -- it is left --------------------------------------------------------------------------------------------------------
 
 
 def post_backward(unit: Unit) -> None:
-    """Free ``unit`` if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
-    if leave_forward(unit) and (not unit.handle.gradients.accumulators.are_all or is_over(unit)):
+    """Note that backward leaves a forward of ``unit`` through its inputs, and free the unit if nothing needs it."""
+    leave_forward(unit)
+    if needs_nothing_after_inputs(unit):
         unit.release(INPUTS_LEFT)
         if unit.config.backward_prefetch is BACKWARD_POST:
             prefetch_after(unit)

@@ -23,10 +23,10 @@ that failed with an exception, so a dead callback shows that its task has failed
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch.autograd import Variable
@@ -53,13 +53,11 @@ from flatshard._composable.state import (
 from flatshard._composable.to_come import (
     another_may_come_first,
     comes_again,
+    count_gradients,
     has_gradients,
-    how_many_run,
     is_completed_by,
     is_over,
     may_get_gradients,
-    was_left,
-    will_run,
 )
 from flatshard._handle.lifetime import BY_NONE, UNSHARDING
 from flatshard._handle.registrations import SHARDED_PARAMS
@@ -124,36 +122,28 @@ def touch(backward: Backward, unit: Unit) -> UnitBackward:
 
 
 def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
-    """Count the gradients that the running graph task has for ``unit``, when backward reaches it."""
+    """Await the gradients that the running graph task has for ``unit``, which backward reaches. Return all awaited ones."""
     now, task = unit.graph.now or touch(backward, unit), current_graph_task()
-    if (awaited := now.awaited) is not None and task in awaited.expected:
-        return awaited
+    if (before := now.awaited) is not None and task in before.expected:
+        return before
     backward.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
-    accumulators, stand_ins, queue = (
-        unit.handle.gradients.accumulators,
-        unit.graph.stand_ins,
-        backward.context.reductions,
-    )
-    nodes = accumulators.nodes
-    if nodes and awaited is None:
+    accumulators, queue = unit.handle.gradients.accumulators, backward.context.reductions
+    if accumulators.nodes and before is None:
         queue.add_back(unit)
-    try:
-        of_params, others = sum(map(will_run, nodes)), sum(map(will_run, stand_ins))
-    except RuntimeError:
-        of_params, others = how_many_run(nodes), how_many_run(stand_ins)
-    count = of_params + others
-    _move(unit, now, "reach with gradients" if count else "reach with none")
-    if of_params or not others:
-        now.lacks_some |= of_params < len(nodes)
+    of_params, of_stand_ins = count_gradients(unit)
+    if of_params or not of_stand_ins:  # else this rank has passed the unit by, which says nothing of its parameters
+        now.lacks_some |= of_params < len(accumulators.nodes)
         unit.history.leaves_out |= now.lacks_some
-    pending = count if awaited is None else awaited.pending + count
+    count = of_params + of_stand_ins
+    _move(unit, now, "reach with gradients" if count else "reach with none")
+    pending = count if before is None else before.pending + count
     # reduction_queue.py, [Note: Reductions in flight]
-    acts_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
-    if awaited is None:
-        awaited = AwaitedGradients(task, not accumulators.are_all, {task: count}, pending, acts_at)
-    else:
-        expected = awaited.expected | {task: count}
-        awaited = dataclasses.replace(awaited, expected=expected, pending=pending, acts_at=acts_at)
+    ends_previous_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
+    if before is None:
+        awaited = AwaitedGradients(task, not accumulators.are_all, {task: count}, pending, ends_previous_at)
+    else:  # a graph task inside the one that reached the unit first
+        expected = before.expected | {task: count}
+        awaited = replace(before, expected=expected, pending=pending, ends_previous_at=ends_previous_at)
     now.awaited = awaited
     if count:
         backward.bringing.add(task)
@@ -207,15 +197,10 @@ def _complete_idle(backward: Backward, unit: Unit, idle: Iterable[Unit]) -> None
         _complete_unused(backward, over, to_come or _bring_gradients(backward.tasks), early=True)
 
 
-def leave_forward(unit: Unit) -> bool:
-    """Note that backward leaves a forward of ``unit`` through its inputs, and return whether it has left all of them.
-
-    Forwards of earlier passes don't count. claims.py, [Note: Freeing]
-    """
-    if (now := unit.graph.now) is None:
-        return True
-    now.open_forwards = max(0, (now.open_forwards or 0) - 1)
-    return was_left(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
+def leave_forward(unit: Unit) -> None:
+    """Note that backward leaves a forward of ``unit`` through its inputs."""
+    if (now := unit.graph.now) is not None:
+        now.open_forwards = max(0, (now.open_forwards or 0) - 1)
 
 
 def postpone(backward: Backward, unit: Unit) -> None:
@@ -329,7 +314,7 @@ def _forget_touched(backward: Backward) -> None:
         unit.graph.now = None
         if backward.keeps_unsharded:
             unit.show()
-            unit.handle.take_over(BY_NONE)
+            unit.handle.set_used_by(BY_NONE)
         elif unit.claims or unit.handle.registrations.shows is not SHARDED_PARAMS or not unit.handle.is_sharded:
             unit.release(Reason.BACKWARD_ENDED)  # otherwise it was freed when it was complete
     for record in leaking if not backward.keeps_unsharded else ():

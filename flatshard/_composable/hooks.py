@@ -1,4 +1,4 @@
-"""The forward and backward hooks of a unit.
+"""The forward hooks of a unit, and how its forwards end after an exception. The backward's are in autograd_hooks.py.
 
 One training step of a unit under FULL_SHARD::
 
@@ -43,7 +43,7 @@ from torch.autograd.graph import Node
 from flatshard._base import frames
 from flatshard._composable.autograd_hooks import hook_parameters, leave, pre_backward
 from flatshard._composable.backward import backward_of, drop, reach_recomputed
-from flatshard._composable.claims import FORWARD_ENDED, VALUES, Claim, Reason
+from flatshard._composable.claims import FORWARD_ENDED, VALUES, Reason
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import contexts_of
 from flatshard._composable.gathering import (
@@ -204,7 +204,11 @@ class UnitHooks:
                 _check_current(needed)
             else:
                 _adopt_changes(needed)
-            _show_unsharded(needed, claim, is_nested)
+            needed.handle.use(needed.context.latest_pass.id)
+            claim.show(UNSHARDED_PARAMS)
+            needed.handle.registrations.show(UNSHARDED_PARAMS)
+            if not is_nested:
+                _expect_gradients(needed)
         prefetch_following(self.unit, forward.module, forward.gathers)
 
     def _gather_again(self, forward: Forward) -> None:
@@ -213,7 +217,11 @@ class UnitHooks:
             reach_recomputed(backward_of(needed), needed)
             if needed.handle.never_gathers:  # it shows the shards themselves, so the values are current
                 needed.release(Reason.OUTDATED)
-            _show_unsharded(needed, claim, not needed.claims.is_only_reader(claim), for_backward=True)
+            needed.handle.use(needed.context.latest_pass.id, for_backward=True)
+            claim.show(UNSHARDED_PARAMS)
+            needed.handle.registrations.show(UNSHARDED_PARAMS)
+            if needed.claims.is_only_reader(claim):
+                _expect_gradients(needed)
         if (now := self.unit.graph.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
 
@@ -489,20 +497,13 @@ def _check_current(unit: Unit) -> None:
         )
 
 
-def _show_unsharded(unit: Unit, claim: Claim, is_nested: bool, for_backward: bool = False) -> None:
-    """Unshard ``unit``, and show it in the forward that has ``claim``. ``is_nested``: one around it reads the values, too."""
-    handle, context = unit.handle, unit.context
-    if handle.stamp is None:  # sharded
-        handle.unshard(context.latest_pass.id, for_backward)
-    else:
-        handle.take_over(context.latest_pass.id)
-    handle.wait()
-    if not is_nested and torch.is_grad_enabled() and handle.gradients.accumulators.nodes:
-        if context.runtime.streams is not None:
-            handle.gradients.accumulators.follow_stream()
-        context.reductions.expect(unit)
-    claim.show(UNSHARDED_PARAMS)
-    handle.registrations.show(UNSHARDED_PARAMS)
+def _expect_gradients(unit: Unit) -> None:
+    """Give ``unit`` its turn among the reductions, if its forward makes a graph. No forward around it has done so."""
+    accumulators = unit.handle.gradients.accumulators
+    if torch.is_grad_enabled() and accumulators.nodes:
+        if unit.context.runtime.streams is not None:
+            accumulators.follow_stream()
+        unit.context.reductions.expect(unit)
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -265,8 +265,8 @@ class AwaitedGradients:
     some_frozen: bool  # whether some parameters of the unit do not require grad
     expected: dict[int, int]  # by each graph task that has reached the unit: how many gradients it has
     pending: int  # gradients of all of them that are still to come
-    # The number of pending gradients at which the reduction of the previous unit is to end; 0 if it has ended, or is not to.
-    acts_at: int
+    # The number of pending gradients at which the previous unit's reduction is to end, or 0 if none is to end any more.
+    ends_previous_at: int
     # The graph task whose gradients are only counted, if there is one: they stay with autograd until all have come.
     counts_only_in: int | None = None
 

@@ -60,6 +60,17 @@ def was_left(unit: Unit) -> bool:
     return before is None
 
 
+def needs_nothing_after_inputs(unit: Unit) -> bool:
+    """Return whether a unit that backward has left through the inputs of a forward is to be freed. claims.py, [Note: Freeing]
+
+    All ranks free a unit with trainable parameters once in a pass. They gather a frozen one again for each forward.
+    """
+    now, accumulators = unit.graph.now, unit.handle.gradients.accumulators
+    if now is not None and not accumulators.nodes:
+        return now.open_forwards == 0
+    return (now is None or was_left(unit)) and (not accumulators.are_all or is_over(unit))
+
+
 # -- is it to come? ----------------------------------------------------------------------------------------------------
 
 
@@ -86,9 +97,15 @@ def _is_a_last_one(after: Collection[Node], unit: Unit) -> bool:
     return any(node in leaves for node in after) and not any(node.next_functions for node in after)
 
 
+def count_gradients(unit: Unit) -> tuple[int, int]:
+    """Return how many gradients of parameters, and of stand-ins, the graph task has, or had, for ``unit``."""
+    stand_ins = unit.graph.stand_ins
+    return how_many_run(unit.handle.gradients.accumulators.nodes), how_many_run(stand_ins) if stand_ins else 0
+
+
 def has_gradients(unit: Unit) -> bool:
     """Return whether the graph task has, or had, gradients for ``unit``."""
-    return how_many_run(unit.handle.gradients.accumulators.nodes) + how_many_run(unit.graph.stand_ins) > 0
+    return any(count_gradients(unit))
 
 
 def is_completed_by(unit: Unit, task: int) -> bool:

@@ -314,6 +314,14 @@ class FlatParamHandle:
         self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
         self.state = PARAM_TRANSITIONS[self.state, "unshard"]
 
+    def use(self, by: int, for_backward: bool = False) -> None:
+        """Unshard the parameters if they are sharded, and wait until they can be read: see ``unshard``."""
+        if self.stamp is None:  # sharded
+            self.unshard(by, for_backward)
+        else:
+            self.set_used_by(by)
+        self.wait()
+
     def _make_room(self) -> None:
         self.memory.make_room()
         if self.memory.is_blocked:
@@ -443,8 +451,8 @@ class FlatParamHandle:
         assert stamp is not None
         return version == (stamp.version if stamp.for_backward else self.version())
 
-    def take_over(self, by: int) -> None:
-        """Record that ``by`` wants the unsharded parameters: if another did before, they no longer count as a backward's."""
+    def set_used_by(self, by: int) -> None:
+        """Set ``UnshardedStamp.by``. Parameters that another has used before no longer count as a backward's."""
         if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by, for_backward=False)
 

@@ -404,7 +404,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
             unit.handle.check_parameters()
             unit.handle.unshard(BY_USER)
         elif not unit.claims.in_use:  # a forward left it unsharded for its backward: register the parameters now
-            unit.handle.take_over(BY_USER)
+            unit.handle.set_used_by(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
         return handle
