@@ -97,7 +97,7 @@ def held(name: str, setting: Setting, config: GPTConfig = CONFIG) -> Held:
             job = Job(OURS, config, replace(setting, collectives=as_nccl), TOKENS, adamw, loss)
             queues = {unit.context.reductions for unit in units_below(job.model)}
             for queue in queues:
-                queue.waits_early = False
+                queue.finishes_early = False
         elif name == SPLIT:
             job = Job(OURS, config, replace(setting, options={"policy": SplitRoot({Block})}), TOKENS, adamw, loss)
         else:

@@ -38,6 +38,6 @@ def check_clean(model: nn.Module) -> None:
         assert tuple(unit.claims) == unit.config.claims, unit
         assert not context.forwards
         assert context.backward is None
-        assert context.reductions._reducing is None, unit
+        assert context.reductions.reducing is None, unit
         # Another model may have reductions, even one that awaits the garbage collector.
         assert unit not in context.reductions.units()

@@ -21,7 +21,6 @@ import flatshard
 from flatshard import MixedPrecision, describe, fully_shard, plan_step
 from flatshard._composable import autograd_hooks
 from flatshard._composable.find import units_below
-from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.planning import Memory, _plan
 
@@ -163,7 +162,7 @@ def check(
     with pytest.MonkeyPatch.context() as patch, counted:
         for owner, name in (
             (UnitGradients, "receive"),
-            (ReductionQueue, "finish_previous"),
+            (autograd_hooks, "finish_previous"),
             (autograd_hooks, "may_get_more"),  # asked when all gradients of a unit have come
         ):
             look_first(owner, name)

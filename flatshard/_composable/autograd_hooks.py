@@ -24,6 +24,7 @@ from flatshard._composable.backward import (
 )
 from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
 from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
+from flatshard._composable.reduction_queue import finish_previous
 from flatshard._composable.state import AwaitedGradients, Unit, Way, current_graph_task
 from flatshard._composable.to_come import (
     may_get_more,
@@ -153,7 +154,7 @@ def receive_stand_in(unit: Unit) -> None:
 
 def finish_previous_and_gather(unit: Unit) -> None:
     """End the reduction of the unit before ``unit``, and gather the next one into the memory that it frees."""
-    unit.context.reductions.finish_previous()
+    finish_previous(unit.context.reductions)
     if prefetches_before(unit):
         prefetch_after(unit)
 

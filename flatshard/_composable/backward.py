@@ -33,9 +33,9 @@ from torch.autograd import Variable
 
 from flatshard._base import trace
 from flatshard._base.errors import InternalError, name_list
+from flatshard._composable import reduction_queue
 from flatshard._composable.claims import Reason
 from flatshard._composable.find import contexts_of, units_below
-from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import (
     AWAITING,
     COMPLETE,
@@ -46,18 +46,17 @@ from flatshard._composable.state import (
     Backward,
     CompletionState,
     ForwardRecord,
+    ReductionQueue,
     Unit,
     UnitBackward,
     current_graph_task,
 )
 from flatshard._composable.to_come import (
-    another_may_come_first,
     comes_again,
     count_gradients,
     has_gradients,
     is_completed_by,
     is_over,
-    may_get_gradients,
 )
 from flatshard._handle.lifetime import BY_NONE, UNSHARDING
 from flatshard._handle.registrations import SHARDED_PARAMS
@@ -129,7 +128,7 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     backward.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
     accumulators, queue = unit.handle.gradients.accumulators, backward.context.reductions
     if accumulators.nodes and before is None:
-        queue.add_back(unit)
+        reduction_queue.add_back(queue, unit)
     of_params, of_stand_ins = count_gradients(unit)
     if of_params or not of_stand_ins:  # else this rank has passed the unit by, which says nothing of its parameters
         now.lacks_some |= of_params < len(accumulators.nodes)
@@ -230,11 +229,11 @@ def complete(backward: Backward, unit: Unit, reduces: bool = False, early: bool 
     if reduces or any(awaited.expected.values()):
         if unit.handle.gradients.reduces:
             backward.ready.add(unit)
-            queue.reduce(backward.ready, may_get_gradients, another_may_come_first)
+            reduction_queue.reduce(queue, backward.ready)
         else:
             unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
     elif unit not in backward.ready and not unit.handle.gradients.is_unreduced:
-        queue.remove(unit)
+        reduction_queue.remove(queue, unit)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -285,7 +284,7 @@ def _reduce_rest(backward: Backward, brings_gradients: bool) -> None:
         # Reduce what this model holds of earlier backwards, even if this one added nothing to it.
         mine = {unit.tree.model for unit in backward.touched[:1]}
         backward.ready.update(u for u in held if u.handle.gradients.reduces and u.tree.model in mine)
-    backward.context.reductions.reduce_all(backward.ready)
+    reduction_queue.reduce_all(backward.context.reductions, backward.ready)
     if brings_gradients:
         _reduce_held_inside(backward)
     _forget_touched(backward)
@@ -301,7 +300,8 @@ def _reduce_held_inside(backward: Backward) -> None:
     inside = dict.fromkeys(below for unit in backward.touched for below in units_below(unit.module))
     idle = (u for u in inside if u.context.reductions in others and u.context.backward is None)
     for context in contexts_of(idle):
-        context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
+        reducible = {u for u in inside if u.context is context and u.handle.gradients.reduces}
+        reduction_queue.reduce_held(context.reductions, reducible)
 
 
 def _forget_touched(backward: Backward) -> None:
@@ -349,6 +349,5 @@ def drop(backward: Backward) -> None:
     backward.context.set_backward(None)
     backward.tasks.clear()
     backward.keeps_unsharded = False
-    queue = backward.context.reductions
-    queue.discard(backward.touched)
+    reduction_queue.discard(backward.context.reductions, backward.touched)
     _forget_touched(backward)

@@ -66,6 +66,7 @@ from flatshard._composable.outputs import (
     tree_unflatten,
     with_new_nodes,
 )
+from flatshard._composable.reduction_queue import discard, expect
 from flatshard._composable.state import (
     Context,
     Forward,
@@ -503,7 +504,7 @@ def _expect_gradients(unit: Unit) -> None:
     if torch.is_grad_enabled() and accumulators.nodes:
         if unit.context.runtime.streams is not None:
             accumulators.follow_stream()
-        unit.context.reductions.expect(unit)
+        expect(unit.context.reductions, unit)
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -587,6 +588,5 @@ def recover_context(context: Context, drop_held: bool = False) -> None:
     _drop_forwards(context, None)
     if context.backward is not None:
         drop(context.backward)
-    queue = context.reductions
-    queue.discard(keeps_held=not drop_held)
+    discard(context.reductions, keeps_held=not drop_held)
     free_unused(context)

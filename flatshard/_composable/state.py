@@ -27,7 +27,8 @@ import copy
 import enum
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -43,7 +44,6 @@ from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import BUFFER, Claim, Claims, Reason
 from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
-from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER
@@ -93,7 +93,6 @@ class Unit:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         self.claims = Claims(config.claims)  # claims.py, [Note: Claims]
         self.graph, self.history = UnitGraph(), UnitHistory()
-        self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
         self._own_parameters()
 
     def _own_parameters(self) -> None:
@@ -104,7 +103,7 @@ class Unit:
     def move(self, context: Context, runtime: Runtime) -> None:
         """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
         self.context, self.runtime = context, runtime
-        self.claims, self.history, self.turn = Claims(self.config.claims), UnitHistory(), 0
+        self.claims, self.history = Claims(self.config.claims), UnitHistory()
         self._own_parameters()
 
     def feature(self, kind: type[T]) -> T | None:
@@ -195,7 +194,7 @@ class Unit:
         result = object.__new__(Unit)
         memo[id(self)] = result
         result.__dict__.update(self.__dict__)
-        result.features, result.claims, result.turn = (), Claims(self.config.claims), 0
+        result.features, result.claims = (), Claims(self.config.claims)
         result.graph, result.history = UnitGraph(), UnitHistory()
         result.forward_targets = result.backward_targets = None
         result.module = module
@@ -322,6 +321,7 @@ class UnitHistory:
     """Facts about a unit from earlier steps. It gets a new record when it is copied, or moves to other ranks."""
 
     def __init__(self) -> None:
+        self.turn = 0  # its place in the order of reductions: see reduction_queue.py
         self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
         self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
         # Whether a graph ever lacked some of the unit's parameters. Local to this rank: see `UnitBackward.lacks_some`.
@@ -403,6 +403,47 @@ class Backward:
         return None in [*map(_referent, [*self.tasks.values()])]
 
 
+class ReductionQueue:
+    """The units of a context that ran forward with gradients, until their reduction has been started.
+
+    It outlives backwards. reduction_queue.py has its verbs, and says why the order is the same on all ranks.
+    """
+
+    every: ClassVar[weakref.WeakSet[ReductionQueue]] = weakref.WeakSet()
+    """The queues of all contexts."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.finishes_early = runtime.streams is None  # [Note: Reductions in flight]
+        # By their turns; they are reduced from the end. True: the unit was put back, or left over, after an earlier backward
+        # had reduced this or later turns. Weak references: a forward without a backward must not keep its model alive.
+        self.open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
+        self.turns = 0  # the last one that a unit got
+        self.reducing: Unit | None = None  # its reduction is in flight
+        self.reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish_reduction`
+        self.deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
+        self.drops = 0  # how often gradients of deferred units have been dropped
+        self.every.add(self)
+
+    def units(self) -> Iterator[Unit]:
+        """Return an iterator over its live units, in the order of their reductions."""
+        return (unit for ref in reversed(self.open) if (unit := ref()) is not None)
+
+    def withholding(self) -> Iterable[Unit]:
+        """Return the units whose gradients of earlier backwards are not in ``.grad`` yet."""
+        return (u for u in dict.fromkeys([*self.deferred, *self.units()]) if u.handle.gradients.withholds)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether some units hold gradients of earlier backwards. Such a unit stays in the queue until it is reduced."""
+        return any(unit.handle.gradients.is_unreduced for unit in self.units())
+
+    @property
+    def frees(self) -> bool:
+        """Whether the next ``finish_previous`` ends a reduction, and frees its input."""
+        return self.reducing is not None and not self.reducing.handle.has_replicas
+
+
 class Context:
     """The shared state of units on connected process groups. See ``context_over``."""
 
@@ -424,7 +465,7 @@ class Context:
         self.ahead = Ahead()
         self._progresses = dict.fromkeys(progresses)  # each once
         self.publish_place()
-        self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
+        self.reductions = ReductionQueue(runtime)
         self.every.add(self)
 
     def report_to(self, progresses: Iterable[Progress]) -> None:
@@ -432,20 +473,20 @@ class Context:
         self._progresses.update(dict.fromkeys(progresses))
         self.publish_place()
 
-    def take_over(self, other: Context) -> None:
-        """Move the units of ``other`` to this context. Raise ``RuntimeError`` within a step."""
+    def take_over(self, other: Context) -> list[Unit]:
+        """Move the units of ``other`` to this context, and return them. Raise ``RuntimeError`` within a step."""
         for context in (self, other):
-            if context.forwards or context.backward is not None or context.reductions.is_deferring:
+            if context.forwards or context.backward is not None or context.reductions.deferred:
                 raise RuntimeError(
                     "fully_shard was called in a step of modules whose process group it connects with another: they are in "
                     "a forward or a backward, or have deferred gradients. Call it between two steps"
                 )
         units = [unit for unit in made_units.values() if unit.context is other]
-        self.reductions.take_over(other.reductions, units)
         for unit in units:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
         self.report_to(other._progresses)
+        return units
 
     def publish_place(self, in_forward: bool = False) -> None:
         """Tell the process groups how far this rank has come, for errors and the watch. Called whenever that changes.

@@ -142,11 +142,11 @@ def may_get_more(unit: Unit) -> bool:
 
 def another_may_come_first(unit: Unit) -> bool:
     """Return whether backward has yet to reach a unit with a later turn: inside ``unit``, or between two forwards of it."""
-    if any(u.turn > unit.turn and not _is_reached(u) for u in units_below(unit.module)):
+    if any(u.history.turn > unit.history.turn and not _is_reached(u) for u in units_below(unit.module)):
         return True
     record = None if unit.graph.now is None else unit.graph.now.last_forward
     while record is not None:
-        if record.unit.turn > unit.turn and not _is_reached(record.unit):
+        if record.unit.history.turn > unit.history.turn and not _is_reached(record.unit):
             return True
         record = record.previous
     return False

@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._base import torch_versions
+from flatshard._composable import reduction_queue
 from flatshard._composable.find import units_below
-from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import unit_of
 from flatshard._handle.tensors.changes import changes
 
@@ -186,9 +186,9 @@ def test_host_work_per_unit_does_not_grow_with_units(world, strategy, freezes: b
 def test_a_frozen_unit_has_no_place_in_the_order_of_reductions(world, monkeypatch):
     """With a place in the order, each backward would sort the unit in again."""
     world(8)
-    model, added, add_back = sharded(), set(), ReductionQueue.add_back
+    model, added, add_back = sharded(), set(), reduction_queue.add_back
     model.blocks[2].requires_grad_(False)
-    monkeypatch.setattr(ReductionQueue, "add_back", lambda queue, unit: (added.add(unit), add_back(queue, unit)))
+    monkeypatch.setattr(reduction_queue, "add_back", lambda queue, unit: (added.add(unit), add_back(queue, unit)))
     step(model)
     assert added == {*units_below(model)} - {unit_of(model.blocks[2])}
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, optim, reshard
 from flatshard._base.trace import record_events
 from flatshard._composable.find import units_below
+from flatshard._composable.reduction_queue import add_back
 
 # -- Strategies and prefetching ----------------------------------------------------------------------------------------
 
@@ -423,7 +424,7 @@ def test_what_comes_back_keeps_its_turn(world):
     model(torch.ones(2, 4)).sum().backward()
     root, *units = units_below(model)
     for unit in (units[1], units[0], units[2]):
-        root.context.reductions.add_back(unit)
+        add_back(root.context.reductions, unit)
     assert [*root.context.reductions.units()] == units[::-1]
 
 

@@ -26,6 +26,7 @@ from flatshard._comm.process_groups import alive, timeout_of
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._composable.hooks import settle_context
+from flatshard._composable.reduction_queue import take_over
 from flatshard._composable.state import Context
 from flatshard._handle.layout import Groups
 from flatshard._handle.unit_ranks import Runtimes
@@ -333,7 +334,7 @@ def context_over(runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> C
         for each in known if rest else ():
             settle_context(each)
         for other in rest:
-            context.take_over(other)
+            take_over(context.reductions, other.reductions, context.take_over(other))
             _by_group.update({number: context for number, each in _by_group.items() if each is other})
         context.report_to(progresses)
     _by_group.update(dict.fromkeys(numbers, context))

@@ -18,8 +18,8 @@ from flatshard._base.old_names import old_arguments
 from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import contexts_of, units_of
 from flatshard._composable.hooks import is_running, settle_context
-from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import Unit
+from flatshard._composable.reduction_queue import give, reduce_held
+from flatshard._composable.state import ReductionQueue, Unit
 
 
 @old_arguments(positional=("recurse",))
@@ -126,7 +126,7 @@ class ReductionHandle:
                 "flatshard.recover or an exception in a backward. Call zero_grad(), and run the step again"
             )
         for context in self._drops:
-            context.reductions.give(units)
+            give(context.reductions, units)
 
 
 @overload
@@ -187,8 +187,8 @@ def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> Red
         if not unit.claims.in_use:
             unit.handle.check_parameters()
     for context in contexts:
-        context.reductions.reduce_held({unit for unit in held if unit.context is context}, one_by_one=not async_op)
-    handle = ReductionHandle([unit for context in contexts for unit in context.reductions.deferred(units)])
+        reduce_held(context.reductions, {unit for unit in held if unit.context is context}, one_by_one=not async_op)
+    handle = ReductionHandle([u for context in contexts for u in context.reductions.deferred if u in units])
     if async_op:
         return handle
     handle.wait()
