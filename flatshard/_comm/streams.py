@@ -191,13 +191,19 @@ class Streams:
 class Users:
     """The streams that compute with memory of the gather stream. [Note: Memory follows the streams]"""
 
-    __slots__ = ("_all_gathers", "_known", "_streams")
+    __slots__ = ("_all_gathers", "_before", "_known", "_streams")
 
-    def __init__(self, streams: Streams, gathers: Sequence[Pending]) -> None:
-        """``gathers``: the collectives that write the memory. The current stream waits for them."""
+    def __init__(self, streams: Streams, gathers: Sequence[Pending], before: Users | None = None) -> None:
+        """
+        Args:
+            streams: of the device.
+            gathers: the collectives that write the memory. The current stream waits for them.
+            before: the users of the same memory before these gathers, if it was lent to them.
+        """
         self._streams = streams
         self._all_gathers = tuple(gathers)
         self._known = [streams.current]
+        self._before: list[Any] = [] if before is None else [*before._before, *before._known]
 
     def add_current(self) -> None:
         """Make the current stream, which is about to use the memory, wait for the gathers unless it has."""
@@ -213,6 +219,6 @@ class Users:
     def end(self, current: Any) -> None:
         """Make the gather stream wait for all of them but the current stream, for which it waits in any case."""
         streams = self._streams
-        for stream in self._known:
+        for stream in dict.fromkeys([*self._before, *self._known]):
             if stream != current:
                 streams.let_wait(streams.gather, stream)

@@ -182,7 +182,7 @@ def _free_or_lend(unit: Unit) -> bool:
 
     Returns whether the unit counts as sharded now, on all ranks alike. Else backward frees it when it leaves its inputs.
     """
-    if unit.is_done_with_gradients or was_left(unit):
+    if unit.last_gradient_frees or was_left(unit):
         unit.release(GRADIENTS_CAME)
         return True
     if unit.handle.gradients.accumulators.are_all:  # this rank lacks some, and others release it: `Unit.lend`

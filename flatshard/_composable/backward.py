@@ -58,7 +58,7 @@ from flatshard._composable.to_come import (
     is_completed_by,
     is_over,
 )
-from flatshard._handle.lifetime import BY_NONE, UNSHARDING
+from flatshard._handle.lifetime import BY_NONE, SHARDED, UNSHARDING
 from flatshard._handle.registrations import SHARDED_PARAMS
 
 # Whether the running graph task retains the graph. Private API, as there is no public way.
@@ -132,7 +132,6 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     of_params, of_stand_ins = count_gradients(unit)
     if of_params or not of_stand_ins:  # else this rank has passed the unit by, which says nothing of its parameters
         now.lacks_some |= of_params < len(accumulators.nodes)
-        unit.history.leaves_out |= now.lacks_some
     count = of_params + of_stand_ins
     _move(unit, now, "reach with gradients" if count else "reach with none")
     pending = count if before is None else before.pending + count
@@ -311,11 +310,13 @@ def _forget_touched(backward: Backward) -> None:
         record.unit.history.drop_leak(record)
     for unit in backward.touched:
         unit.history.was_kept_unsharded = backward.keeps_unsharded
+        if (now := unit.graph.now) is not None and backward.bringing:
+            unit.history.leaves_out |= now.lacks_some
         unit.graph.now = None
         if backward.keeps_unsharded:
             unit.show()
             unit.handle.set_used_by(BY_NONE)
-        elif unit.claims or unit.handle.registrations.shows is not SHARDED_PARAMS or not unit.handle.is_sharded:
+        elif unit.claims or unit.handle.registrations.shows is not SHARDED_PARAMS or unit.handle.state is not SHARDED:
             unit.release(Reason.BACKWARD_ENDED)  # otherwise it was freed when it was complete
     for record in leaking if not backward.keeps_unsharded else ():
         record.unit.release(Reason.BACKWARD_ENDED)  # its memory may be lent

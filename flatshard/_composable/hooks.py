@@ -231,7 +231,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments that features make of a module's, with inputs that backward leaves by; None if unchanged."""
         unit = self.unit
-        watches = torch.is_grad_enabled() and not (unit.is_done_with_gradients or unit.handle.never_gathers)
+        watches = torch.is_grad_enabled() and not (unit.last_gradient_frees or unit.handle.never_gathers)
         given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
@@ -369,8 +369,8 @@ class UnitHooks:
             return False
         warnings.warn(
             f"unit {self.unit.fqn or '<root>'!r} returned a {type(output).__name__}, in which flatshard finds no tensor. So "
-            "its parameters stay unsharded until backward has used them, or its next forward. Return tensors in a tuple, "
-            "dict or dataclass to have them freed after forward",
+            "its parameters stay unsharded until all their gradients have come, or its next forward. Return tensors in a "
+            "tuple, dict or dataclass to have them freed after forward",
             stacklevel=2,
         )
         return True

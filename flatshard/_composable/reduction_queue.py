@@ -69,6 +69,8 @@ def expect(queue: ReductionQueue, unit: Unit) -> None:
 
 def add_back(queue: ReductionQueue, unit: Unit) -> None:
     """Add ``unit`` when backward reaches it. It keeps its turn if no forward since its last reduction has added it."""
+    if queue.reducing is unit:  # this backward has reduced it before
+        _finish_reduction(queue)
     if unit in queue.deferred:  # all at once, so that ranks have one order
         give(queue)
     if (ref := weakref.ref(unit)) not in queue.open:

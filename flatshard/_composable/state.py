@@ -158,13 +158,14 @@ class Unit:
         return ", ".join(type(m).__name__ for m in called_modules(self.module))
 
     @property
-    def is_done_with_gradients(self) -> bool:
+    def last_gradient_frees(self) -> bool:
         """Whether the values are not needed after all gradients have come. claims.py, [Note: Freeing]
 
         Local to this rank: see `UnitHistory.leaves_out`. If it is True on some ranks only, others lend the memory, and free
         it when backward has left the unit's first forward. All gather the unit again if it is recomputed.
         """
-        return self.handle.gradients.accumulators.are_all and not self.history.leaves_out
+        lacks_some = self.history.leaves_out or ((now := self.graph.now) is not None and now.lacks_some)
+        return self.handle.gradients.accumulators.are_all and not lacks_some
 
     @property
     def is_outdated(self) -> bool:
@@ -324,7 +325,8 @@ class UnitHistory:
         self.turn = 0  # its place in the order of reductions: see reduction_queue.py
         self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
         self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
-        # Whether a graph ever lacked some of the unit's parameters. Local to this rank: see `UnitBackward.lacks_some`.
+        # Whether the graph of a backward with gradients ever lacked some of the unit's parameters. Local to this rank: see
+        # `UnitBackward.lacks_some`.
         self.leaves_out = False
         self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
         # Forwards with a graph. Only units with static buffers list them. Local to this rank: garbage collection decides.

@@ -38,9 +38,9 @@ def was_completed(unit: Unit) -> bool:
 def needs_no_values(unit: Unit) -> bool:
     """Return whether the backward has completed ``unit``, and the rest of it does not use the unit's values.
 
-    On a rank where it does, the unit is not freed before backward has left its first forward, so none gathers it again.
+    On a rank where it does, the unit is lent until backward has left its first forward, and gathered again as elsewhere.
     """
-    return (now := unit.graph.now) is not None and now.completion is COMPLETE and unit.is_done_with_gradients
+    return (now := unit.graph.now) is not None and now.completion is COMPLETE and unit.last_gradient_frees
 
 
 def has_all_gradients(unit: Unit) -> bool:
@@ -66,9 +66,11 @@ def needs_nothing_after_inputs(unit: Unit) -> bool:
     All ranks free a unit with trainable parameters once in a pass. They gather a frozen one again for each forward.
     """
     now, accumulators = unit.graph.now, unit.handle.gradients.accumulators
-    if now is not None and not accumulators.nodes:
+    if now is None:  # backward came by a tensor that flatshard has not seen, and may come again, to another forward
+        return False
+    if not accumulators.nodes:
         return now.open_forwards == 0
-    return (now is None or was_left(unit)) and (not accumulators.are_all or is_over(unit))
+    return was_left(unit) and (not accumulators.are_all or is_over(unit))
 
 
 # -- is it to come? ----------------------------------------------------------------------------------------------------

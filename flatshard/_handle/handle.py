@@ -30,9 +30,11 @@ from flatshard._handle.layout import FlatLayout, Groups, Kind, PlannedFlat
 from flatshard._handle.lifetime import (
     BY_USER,
     FILLING,
+    LENT,
     PARAM_TRANSITIONS,
     REDUCING,
     SHARDED,
+    UNSHARDED,
     UNSHARDING,
     UnshardedStamp,
 )
@@ -76,15 +78,12 @@ class Source:
 class UnshardedMemory:
     """The buffers that the parameters of one unit are gathered into, and the all-gathers under way."""
 
-    __slots__ = ("flats", "in_flight", "is_lent", "make_room", "users")
+    __slots__ = ("flats", "in_flight", "make_room", "users")
 
     def __init__(self) -> None:
         self.flats: list[FlatParam] = []  # those that are gathered. `FlatParamHandle._index` finds them
         self.in_flight: list[Pending] = []
         self.users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
-        # Whether it stays while the parameters are sharded, as outputs alias it. Local to this rank, so units gather all the
-        # same: they write the values that are there.
-        self.is_lent = False
         self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
     @property
@@ -124,14 +123,20 @@ class UnshardedMemory:
                 self.in_flight.append(started if exactly else runtime.then(started, flat.keep_gathered))
         except BaseException:
             self.abandon()
-            for flat in self.flats:
-                flat.unsharded.free()
+            self.free()
             raise
+
+    def free(self, seen: bool = False) -> None:
+        """Free the memory, after ``Runtime.before_free``. ``seen``: see ``UnshardedBuffer.free``."""
+        self.users = None
+        for flat in self.flats:
+            flat.unsharded.free(seen)
 
     def abandon(self, out_of_step: bool = False) -> None:
         """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not drain(self.in_flight) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self.flats:
+                flat.unsharded.close()  # to graphs for which its memory was lent
                 flat.unsharded.place(flat.kind, flat.shard)
 
 
@@ -273,19 +278,20 @@ class FlatParamHandle:
 
     @property
     def is_sharded(self) -> bool:
-        return self.state is SHARDED
+        """Whether the parameters count as sharded: a use gathers them. They may be lent."""
+        return self.stamp is None
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def unshard(self, by: int, for_backward: bool = False, exactly: bool = False) -> None:
-        """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
+        """Start the all-gather, if the parameters count as sharded. Call ``wait`` before they are read.
 
         Args:
             by: see ``UnshardedStamp``.
             for_backward: gather for a backward, which needs the values of its forward.
             exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
-        if self.state is not SHARDED:
+        if self.stamp is not None:
             return
         memory = self.memory
         if memory.in_flight:  # left by an interrupted unshard
@@ -307,10 +313,8 @@ class FlatParamHandle:
                     with trace.labelled(self.ranks.gather_verb, self.fqn, runtime.gathering()):
                         memory.gather(runtime, is_exact, for_backward, instead)
             except Exception as e:
+                self.state = PARAM_TRANSITIONS[self.state, "fail"]
                 runtime.fail(ALL_GATHER, self.fqn, e)
-        if for_backward and not memory.is_lent:
-            for flat in memory.flats:
-                flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
         self.state = PARAM_TRANSITIONS[self.state, "unshard"]
 
@@ -343,14 +347,16 @@ class FlatParamHandle:
                 memory.users.add_current()
             return
         gathers, streams = memory.in_flight, self.runtime.streams
-        users = None if streams is None or not gathers else Users(streams, gathers)
+        users = None if streams is None or not gathers else Users(streams, gathers, memory.users)
         try:
             while gathers:  # an interrupt leaves the unfinished ones in the list, and the next `wait` continues
                 gathers[0].wait()
                 del gathers[0]
         except Exception as e:
             memory.abandon(isinstance(e, OutOfStepError))
-            self._free()
+            self.runtime.before_free(memory.users)
+            memory.free()
+            self.state, self.stamp = PARAM_TRANSITIONS[self.state, "fail"], None
             self.runtime.fail(ALL_GATHER, self.fqn, e)
         for flat in memory.flats:
             flat.unsharded.open()
@@ -365,10 +371,6 @@ class FlatParamHandle:
                 While it lives, shards may be kept for the gather of its backward.
             lends: leave the memory and its values to outputs that alias it, until the next call without this.
         """
-        if self.state is SHARDED:
-            if self.memory.is_lent and not lends:
-                self._take_back()
-            return
         if self.state is UNSHARDING:
             try:
                 self.wait()
@@ -376,23 +378,9 @@ class FlatParamHandle:
                 raise
             except CollectiveError as e:  # the gathered values are not needed
                 trace.logger.warning("%s (it was prefetched and not needed)", e)
-                return
-        self._free(forward_graph, lends)
-
-    def _take_back(self) -> None:
-        """Free memory that was lent."""
-        self.runtime.before_free(self.memory.users)
-        self.memory.users, self.memory.is_lent = None, False
-        for flat in self.memory.flats:
-            flat.unsharded.free()
-
-    def drop_kept(self) -> None:
-        """Have the next all-gather read the shards of all ranks."""
-        if self.source is not None:
-            self.source.drop()
-
-    def _free(self, forward_graph: object = None, lends: bool = False) -> None:
-        memory = self.memory  # nothing is in flight: `wait` has ended it
+        if self.state is SHARDED or (self.state is LENT and lends):
+            return
+        memory, verb = self.memory, "lend" if lends else "reshard"
         conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
             conversions = self.user_changes.conversions()
@@ -400,24 +388,25 @@ class FlatParamHandle:
                 flat.unsharded.was_changed()  # a next gather has other values: changes so far are not looked for again
         if memory.flats:
             if trace.sinks:
-                trace.event("reshard", self.fqn)
-            memory.is_lent = lends
-            if (streams := self.runtime.streams) is not None and not lends:
+                trace.event(verb, self.fqn)
+            if not lends:
                 self.runtime.before_free(memory.users)
-                memory.users = None
-            if forward_graph is not None and self.source is not None:
+            if forward_graph is not None and self.source is not None and self.state is UNSHARDED:
+                streams = self.runtime.streams
                 with self.runtime.on(None if streams is None else streams.gather):
                     self.source.keep(memory.flats, forward_graph)
-            for flat in () if lends else memory.flats:
-                if forward_graph is not None or self.has_static_buffers:
-                    flat.unsharded.close(
-                        seen=forward_graph is not None
-                    )  # a forward has ended: see `write_back_if_changed`
-                flat.unsharded.free()
-        self.state = PARAM_TRANSITIONS[self.state, "reshard"]
+            if not lends:
+                # If a forward has ended, `write_back_if_changed` has seen the versions.
+                memory.free(seen=forward_graph is not None)
+        self.state = PARAM_TRANSITIONS[self.state, verb]
         self.stamp = None
         if conversions:
             self.adopt(conversions)
+
+    def drop_kept(self) -> None:
+        """Have the next all-gather read the shards of all ranks."""
+        if self.source is not None:
+            self.source.drop()
 
     def adopt(self, conversions: Sequence[Conversion]) -> None:
         """Convert the user's parameters, and their gradients, as the user converted unsharded ones. The unit is sharded."""

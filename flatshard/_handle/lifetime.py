@@ -7,6 +7,9 @@ Parameters, in terms of memory:
 - UNSHARDING   an all-gather is writing to the unsharded buffer, which must not be read. It has storage, at the latest when
                the all-gather is waited for.
 - UNSHARDED    the unsharded buffer holds every parameter, with values as its :class:`UnshardedStamp` says.
+- LENT         the parameters count as sharded, and are gathered before the next use, as on other ranks. But the buffer keeps
+               its memory and values, which outputs or the rest of this rank's graph may read. A gather writes the same
+               values again.
 
 Gradients between a unit's first gradient and the end of its reduction:
 
@@ -24,13 +27,16 @@ A transition that is not in the tables is a bug in flatshard: it raises, and cha
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+from flatshard._base.errors import InternalError
 
 
 class ParamState(enum.IntEnum):  # not Enum, whose hash is Python code: states are looked up in every step
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
     UNSHARDED = enum.auto()
+    LENT = enum.auto()
 
 
 class GradState(enum.IntEnum):
@@ -43,18 +49,33 @@ class GradState(enum.IntEnum):
 
 
 # For code that runs in each step: in Python 3.11 `GradState.NONE` takes five times as long as a name.
-SHARDED, UNSHARDING, UNSHARDED = ParamState
+SHARDED, UNSHARDING, UNSHARDED, LENT = ParamState
 NONE, FILLING, HELD, REDUCING, DEFERRED, PARTIAL = GradState
 
 WITHHELD = GradState.HELD, GradState.DEFERRED, GradState.PARTIAL
 """States between backwards with gradients that are not in ``.grad``. An optimizer would miss them."""
 
-PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
-    (ParamState.SHARDED, "unshard"): ParamState.UNSHARDING,
-    (ParamState.UNSHARDING, "wait"): ParamState.UNSHARDED,
-    (ParamState.UNSHARDED, "reshard"): ParamState.SHARDED,
-    (ParamState.UNSHARDING, "reshard"): ParamState.SHARDED,  # prefetched in vain: waited for, then freed
-}
+
+class ParamTransitions(dict[tuple[ParamState, str], ParamState]):
+    """The state of parameters after an event, by the state before it and the event."""
+
+    def __missing__(self, key: tuple[ParamState, str]) -> NoReturn:
+        raise InternalError(f"cannot {key[1]} the parameters of a unit while {key[0].name}")
+
+
+PARAM_TRANSITIONS = ParamTransitions(
+    {
+        (ParamState.SHARDED, "unshard"): ParamState.UNSHARDING,
+        (ParamState.LENT, "unshard"): ParamState.UNSHARDING,
+        (ParamState.UNSHARDING, "wait"): ParamState.UNSHARDED,
+        (ParamState.SHARDED, "fail"): ParamState.SHARDED,  # an all-gather raised: when it was issued, ...
+        (ParamState.UNSHARDING, "fail"): ParamState.SHARDED,  # ... or when it was waited for
+        (ParamState.LENT, "fail"): ParamState.SHARDED,
+        (ParamState.UNSHARDED, "lend"): ParamState.LENT,
+        (ParamState.UNSHARDED, "reshard"): ParamState.SHARDED,
+        (ParamState.LENT, "reshard"): ParamState.SHARDED,
+    }
+)
 
 GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
     (GradState.NONE, "receive"): GradState.FILLING,

@@ -14,9 +14,9 @@ the values are the same. The storage must be the same, too: autograd may have sa
 [Note: Closed to autograd]
 Backward may enter a unit by a tensor that flatshard has not seen, such as a loss that the forward kept in a list. Then
 autograd reads saved parameters whose values are not there: memory without contents while an all-gather is in flight, values
-of another unit in a static buffer, or no memory at all, which ends the process. So after a forward that made a graph, from
-the moment that the memory is freed until the next gather has ended, the version counters of all unsharded parameters are
-raised, and autograd refuses to read them.
+of another unit in a static buffer, or no memory at all, which ends the process. So from the moment that the memory is freed
+until the next gather has ended, the version counters of all unsharded parameters are raised, and autograd refuses to read
+them.
 
 [Note: Static buffers]
 CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With
@@ -330,10 +330,14 @@ class UnshardedBuffer:
         """Keep a copy of this rank's shard until ``free``, as an approximate all-gather has delivered it."""
         self.kept_own = self.own.clone()
 
-    def free(self) -> None:
-        """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
+    def free(self, seen: bool = False) -> None:
+        """Free the storage, and close it to autograd. Views stay valid as objects.
+
+        ``seen``: the parameters cannot have changed since the last call of ``was_changed``.
+        """
         self.kept_own = None
         if self._buffer is not None and self._buffer.taken_by is self:
+            self.close(seen)
             self._buffer.free()
 
     def close(self, seen: bool = False) -> None:

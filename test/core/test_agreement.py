@@ -9,6 +9,7 @@ from parity import check_same_gradients, parts, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import flatshard
 from flatshard import ShardingStrategy
 from flatshard._composable.state import unit_of
 
@@ -149,3 +150,36 @@ def test_an_output_that_is_a_parameter_outlives_its_forward(ctx):
         torch.testing.assert_close(shown[0], plain.bias)
         model(x)
         assert not has_memory(model)
+
+
+class Hides(nn.Module):
+    """Returns a function, in which no tensor is found. Some of its parameters may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, all_of_it: bool) -> Any:
+        y = self.first(x)
+        if all_of_it:
+            y = self.second(y)
+        return lambda: y
+
+
+@pytest.mark.filterwarnings("ignore:unit")
+@ranks(2)
+def test_what_was_lent_is_freed_when_the_backward_ends(ctx):
+    model = nn.ModuleList([Hides(), nn.Linear(4, 4)])
+    flatshard.fully_shard(model[0], process_group=ctx.group)
+    for all_of_it in (False, True, False, True):
+        model[1](model[0](torch.ones(2, 4), all_of_it)()).square().mean().backward()
+        assert not has_memory(model[0])
+
+
+@ranks(2)
+def test_gradients_of_inputs_do_not_tell_what_a_unit_lacks(ctx):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    assert all(unit_of(linear).last_gradient_frees for linear in model)

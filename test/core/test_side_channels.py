@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
-from parity import check_parity, check_same_gradients
+from parity import check_parity, check_same_gradients, parts, twins
 from recording import Recording
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import BackwardPrefetch, MixedPrecision, fully_shard
+from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
 
 WIDTH = 4
 LOW = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
@@ -269,6 +269,30 @@ def test_what_an_earlier_backward_has_freed_is_not_read_either(ctx):
         (output.square().mean() + losses[-1]).backward()
 
 
+class Aside(nn.Module):
+    """Stores two losses elsewhere: one of a graph of its own, one of the graph of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        EVERYWHERE[:] = [(torch.tanh(part @ self.other) @ self.other).sum() for part in (x.detach(), torch.tanh(y))]
+        return y
+
+
+@ranks(2)
+def test_what_the_backward_of_the_output_has_freed_is_not_read(ctx):
+    for number, retains_graph in ((0, False), (0, True), (1, True)):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Aside(), nn.Linear(WIDTH, WIDTH))
+        fully_shard(model, policy={Aside, nn.Linear}, process_group=ctx.group)
+        model(torch.ones(2, WIDTH)).square().mean().backward(retain_graph=retains_graph)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            EVERYWHERE[number].backward()
+    EVERYWHERE.clear()
+
+
 @ranks(2)
 def test_a_forward_that_may_not_begin_between_a_forward_and_its_backward(ctx):
     """No value is written back from memory that is already freed."""
@@ -334,3 +358,36 @@ def test_outputs_that_nothing_is_found_in(ctx):
         ctx.note(name)
         with pytest.warns(UserWarning, match="stay unsharded"):
             check_parity(ctx, lambda o=output, r=read: Net(o, r), inputs, steps=2, loss_fn=loss_of, shard=shard)
+
+
+class HidesTwice(nn.Module):
+    """Calls a partly frozen unit twice, in whose output nothing is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hides = nn.Linear(WIDTH, WIDTH), Frozen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hides(self.hides(self.first(x))())()
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        y = torch.tanh(self.frozen(torch.tanh(self.trained(x))))
+        return lambda: y
+
+
+@pytest.mark.filterwarnings("ignore:unit")
+@ranks(2)
+def test_a_unit_in_whose_outputs_nothing_is_found_is_called_twice(ctx):
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        plain, model = twins(ctx, HidesTwice, {Frozen}, strategy=strategy)
+        for _ in range(2):
+            x = torch.randn(2 * ctx.world_size, WIDTH, dtype=torch.double)
+            for m, part in zip((plain, model), parts(ctx, x), strict=True):
+                m(part).square().mean().backward()
+            check_same_gradients(model, plain)

@@ -12,6 +12,7 @@ from pairs import all_pairs, some
 from parity import check_same_gradients, parts, step_all, twins
 from recording import Recording, collectives_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import ShardingStrategy as S
@@ -216,3 +217,30 @@ def test_order(ctx):
         assert calls[-1] == "reduce_scatter"  # the last one is in flight here, too
         handle.wait()
         assert calls.count("wait") == 2
+
+
+class Recomputed(nn.Module):
+    """Runs one block twice, each time in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+@ranks(2)
+def test_a_backward_reduces_a_unit_twice_in_a_row(ctx):
+    plain, model = twins(ctx, Recomputed, {nn.Linear})
+    flatshard.configure(model, manual_finalization=True)
+    for _ in range(2):
+        x = torch.randn(2 * ctx.world_size, 4, dtype=torch.double)
+        for m, part in zip((plain, model), parts(ctx, x), strict=True):
+            m(part).square().mean().backward()
+        flatshard.reduce_gradients(model)
+        check_same_gradients(model, plain)
+        check_clean(model)

@@ -24,7 +24,7 @@ TABLES = {
 
 def test_an_event_without_a_cell_raises_and_changes_nothing(fake_group):
     _, unit = units_below(fully_shard(nn.Sequential(nn.Linear(2, 2)), policy={nn.Linear}))
-    handle, gradients = unit.handle, unit.handle.gradients
+    gradients = unit.handle.gradients
     for state, event in itertools.product(GradState, [*{event for _, event in GRAD_TRANSITIONS}, "explode", ""]):
         gradients.state = state
         if (state, event) in GRAD_TRANSITIONS:
@@ -34,9 +34,10 @@ def test_an_event_without_a_cell_raises_and_changes_nothing(fake_group):
             with pytest.raises(InternalError, match=text):
                 gradients._transition(event)
         assert gradients.state is GRAD_TRANSITIONS.get((state, event), state)
-    with pytest.raises(KeyError, match="SHARDED"):
-        handle._free()
-    assert handle.state is ParamState.SHARDED
+    for state, event in itertools.product(ParamState, ["unshard", "wait", "fail", "lend", "reshard"]):
+        if (state, event) not in PARAM_TRANSITIONS:
+            with pytest.raises(InternalError, match=f"^cannot {event} the parameters of a unit while {state.name}"):
+                PARAM_TRANSITIONS[state, event]
 
 
 @pytest.mark.parametrize("machine", TABLES)

@@ -269,7 +269,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
             # Ranks that run units inside of it need this rank for them, before they can answer.
             answers_late = any(u is not unit for u in units_below(module))
             comes = answers_late or _comes(unit, module, tensors)
-            if comes and not unit.is_done_with_gradients and not unit.handle.never_gathers:
+            if comes and not unit.last_gradient_frees and not unit.handle.never_gathers:
                 watched = hooks.watch_inputs(unit.context.forwards[-1], tensors, {})
                 tensors = tensors if watched is None else watched[0]
             tensors = inside(tensors)
