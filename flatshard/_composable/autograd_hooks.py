@@ -25,7 +25,7 @@ from flatshard._composable.backward import (
 from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
 from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
 from flatshard._composable.reduction_queue import finish_previous
-from flatshard._composable.state import AwaitedGradients, Unit, Way, current_graph_task
+from flatshard._composable.state import AwaitedGradients, ForwardRecord, Unit, Way, current_graph_task
 from flatshard._composable.to_come import (
     may_get_more,
     needs_no_values,
@@ -60,7 +60,7 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
     # `was_completed`, without a call: it runs for each unit.
     if now is not None and now.completed_in == task and needs_no_values(unit):
         return
-    context, backward = unit.context, backward_of(unit)
+    backward = backward_of(unit)
     awaited = reach_forward(backward, record)
     for outer in record.outer:
         gather_ahead(outer)
@@ -70,6 +70,17 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
         # If it is complete, only its values are needed once more.
         if needed is not unit and not was_completed(needed):
             await_gradients(backward, needed)
+    _gather_values_of(record)
+    # If a reduction is to end first, `finish_previous_and_gather` gathers the next unit, into the memory that it frees. That
+    # is before this unit is reduced, so ranks with other gradients have the same order. [Note: Reductions in flight]
+    gathers_later = awaited is not None and awaited.ends_previous_at > 0 and unit.context.reductions.will_free
+    if prefetches_before(unit) and not gathers_later:
+        prefetch_next(record)
+
+
+def _gather_values_of(record: ForwardRecord) -> None:
+    """Gather the unit of ``record``, and show its parameters. Raise if they are not those of its forward any more."""
+    unit = record.unit
     gather(unit)
     for needed in unit.needs:
         needed.handle.wait()
@@ -81,10 +92,6 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
             "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
             "run forward again after it"
         )
-    # `finish_previous_and_gather` gathers instead if the input of a reduction is to be freed first: also before this unit
-    # is reduced, so ranks with other gradients have the same order. [Note: Reductions in flight]
-    if not (awaited and awaited.ends_previous_at and context.reductions.frees) and prefetches_before(unit):
-        prefetch_next(record)
 
 
 # -- gradients come ----------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     if of_params or not of_stand_ins:  # else this rank has passed the unit by, which says nothing of its parameters
         now.lacks_some |= of_params < len(accumulators.nodes)
     count = of_params + of_stand_ins
-    _move(unit, now, "reach with gradients" if count else "reach with none")
+    _move(backward, unit, now, "reach with gradients" if count else "reach with none")
     pending = count if before is None else before.pending + count
     # reduction_queue.py, [Note: Reductions in flight]
     ends_previous_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
@@ -146,17 +146,19 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     if count:
         backward.bringing.add(task)
         backward.ready.discard(unit)
-    elif now.completion is IDLE:
-        backward.idle[unit] = None
     return awaited
 
 
-def _move(unit: Unit, now: UnitBackward, event: str) -> None:
+def _move(backward: Backward, unit: Unit, now: UnitBackward, event: str) -> None:
     """Change the state of ``now``, the record of ``unit``, by an event of the table."""
     state = COMPLETION_TRANSITIONS.get((now.completion, event))
     if state is None:
         raise InternalError(f"cannot {event} unit {unit.fqn!r} in a backward while it is {now.completion.name}")
     now.completion = state
+    if state is IDLE:
+        backward.idle[unit] = None
+    else:
+        backward.idle.pop(unit, None)
 
 
 def reach_forward(backward: Backward, record: ForwardRecord) -> AwaitedGradients | None:
@@ -205,8 +207,7 @@ def postpone(backward: Backward, unit: Unit) -> None:
     """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
     now = unit.graph.now
     assert now is not None
-    _move(unit, now, "postpone")
-    backward.idle[unit] = None
+    _move(backward, unit, now, "postpone")
 
 
 def complete(backward: Backward, unit: Unit, reduces: bool = False, early: bool = False) -> None:
@@ -216,11 +217,10 @@ def complete(backward: Backward, unit: Unit, reduces: bool = False, early: bool 
         reduces: even if none were expected.
         early: the backward may reach another forward of the unit in the same graph task.
     """
-    backward.idle.pop(unit, None)
     queue = backward.context.reductions
     now = unit.graph.now
     assert now is not None
-    _move(unit, now, "complete early" if early else "complete")
+    _move(backward, unit, now, "complete early" if early else "complete")
     awaited, now.awaited = now.awaited, None
     assert awaited is not None
     now.completed_in = awaited.task

@@ -21,9 +21,9 @@ the graph may be inside a reentrant checkpoint. With such a parameter a unit is 
 inputs (``_Leave`` in autograd_hooks.py), or at the end of backward. Backward may then come to an earlier forward of the unit
 in the same pass (a module called twice, or another module of a group).
 
-All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
-parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.
-If its parameters are all trainable, a rank whose graph lacks some of them lends the memory where others free it.
+All ranks must gather equally often, and whether all gradients have come depends on a rank's data. If all parameters of a unit
+are trainable, a rank whose graph lacks some of them lends the memory where others free it. If some are, the unit is freed
+once a pass, when backward leaves its first forward. If none are, it is freed and gathered again for each forward.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ A feature plugs in by two classes, and takes part
   features are fixed when it is created.
 
 So a feature that a model does not use costs nothing, neither in ``fully_shard`` nor in a step. Two more seams are for single
-cases. A function in ``Context.checks`` may refuse a pass before it begins. ``UnitHooks.record`` replaces a unit's hooks where
-forwards run on several threads.
+cases. A function in ``Context.checks`` may refuse a pass before it begins. ``UnitHooks.replace_by`` replaces a unit's hooks
+where forwards run on several threads.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def prefetch_following(unit: Unit, module: nn.Module, gathers: bool) -> None:
             return
         targets = (following,)
     for target in targets:
-        prefetch(context, target, unit.config.prefetch_limit_bytes)
+        prefetch(target, unit.config.prefetch_limit_bytes)
 
 
 def has_run_in_part(latest: Pass, unit: Unit) -> bool:
@@ -93,15 +93,15 @@ def stop_keeping(unit: Unit) -> None:
 # -- ahead -------------------------------------------------------------------------------------------------------------
 
 
-def prefetch(context: Context, unit: Unit, limit: int | None, for_backward: bool = False) -> None:
+def prefetch(unit: Unit, limit: int | None, for_backward: bool = False) -> None:
     """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used.
 
     Args:
-        context: whose forward or backward computes meanwhile.
-        unit: the unit.
+        unit: on the context whose forward or backward computes meanwhile.
         limit: None for no limit.
         for_backward: for a backward that needs the values of its forward.
     """
+    context = unit.context
     if limit is not None and _bytes_with(context.ahead, unit) > limit:
         return
     for needed in unit.needs:
@@ -219,8 +219,7 @@ def prefetch_next(record: ForwardRecord) -> None:
             for needed in unit.needs:
                 if needed.graph.now is None:
                     touch(backward_of(unit), needed)
-            limit, context = record.unit.config.prefetch_limit_bytes, unit.context
-            prefetch(context, unit, limit, for_backward=not context.forwards)
+            prefetch(unit, record.unit.config.prefetch_limit_bytes, for_backward=not unit.context.forwards)
 
 
 def _next(record: ForwardRecord) -> Iterable[Unit]:

@@ -150,7 +150,7 @@ class UnitHooks:
             "wrapped them after fully_shard"
         )
 
-    def record(self, unless: Unrecorded | None) -> Unrecorded | None:
+    def replace_by(self, unless: Unrecorded | None) -> Unrecorded | None:
         """Replace the hooks by ``unless``, or restore them if it is None. Return the previous replacement, or None."""
         before, self._unrecorded = self._unrecorded, unless
         if before is not None:

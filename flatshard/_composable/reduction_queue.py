@@ -30,8 +30,9 @@ complete, which frees the memory: there no gather waits.
 [Note: Deferred gradients]
 The user may choose when a backward ends (``configure(manual_finalization=True)``), or start reductions and go on
 (``reduce_gradients(async_op=True)``). A backward issues its reductions at the same points as ever, so ranks agree on their
-order. Only the results wait, for a ``give`` that the user calls. A backward that reaches such a unit calls it first, and so
-``.grad`` accumulates as ever. On an accelerator the end of a backward does not wait for the reduce stream then.
+order. Only the results wait, for ``finish_deferred``, which the user's call makes. A backward that reaches such a unit makes
+it first, and so ``.grad`` accumulates as ever. On an accelerator the end of a backward does not wait for the reduce stream
+then.
 
 [Note: Reductions and gathers]
 A rank must not block on a reduction before it has issued an all-gather that other ranks wait for. So every rank completes a
@@ -72,7 +73,7 @@ def add_back(queue: ReductionQueue, unit: Unit) -> None:
     if queue.reducing is unit:  # this backward has reduced it before
         _finish_reduction(queue)
     if unit in queue.deferred:  # all at once, so that ranks have one order
-        give(queue)
+        finish_deferred(queue)
     if (ref := weakref.ref(unit)) not in queue.open:
         turns = {r: u.history.turn for r in queue.open if (u := r()) is not None} | {ref: unit.history.turn}
         queue.open[ref] = True
@@ -146,7 +147,7 @@ def _defer(queue: ReductionQueue, unit: Unit) -> None:
 
 
 def _leave_in_flight(queue: ReductionQueue) -> None:
-    """Defer the reduction in flight. Its input keeps its memory, and nothing waits for it before ``give``."""
+    """Defer the reduction in flight. Its input keeps its memory, and nothing waits for it before ``finish_deferred``."""
     unit, queue.reducing = queue.reducing, None
     if unit is not None:
         _defer(queue, unit)
@@ -197,7 +198,7 @@ def reduce_held(queue: ReductionQueue, units: Collection[Unit], one_by_one: bool
     queue.runtime.join()
 
 
-def give(queue: ReductionQueue, units: Collection[Unit] | None = None) -> None:
+def finish_deferred(queue: ReductionQueue, units: Collection[Unit] | None = None) -> None:
     """Wait for deferred reductions of ``units``, by default of all, and set ``.grad``."""
     given = [unit for unit in queue.deferred if units is None or unit in units]
     try:

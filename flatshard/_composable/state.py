@@ -441,7 +441,7 @@ class ReductionQueue:
         return any(unit.handle.gradients.is_unreduced for unit in self.units())
 
     @property
-    def frees(self) -> bool:
+    def will_free(self) -> bool:
         """Whether the next ``finish_previous`` ends a reduction, and frees its input."""
         return self.reducing is not None and not self.reducing.handle.has_replicas
 

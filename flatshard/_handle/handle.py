@@ -389,7 +389,7 @@ class FlatParamHandle:
         if memory.flats:
             if trace.sinks:
                 trace.event(verb, self.fqn)
-            if not lends:
+            if not lends and self.runtime.streams is not None:
                 self.runtime.before_free(memory.users)
             if forward_graph is not None and self.source is not None and self.state is UNSHARDED:
                 streams = self.runtime.streams

@@ -18,7 +18,7 @@ from flatshard._base.old_names import old_arguments
 from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import contexts_of, units_of
 from flatshard._composable.hooks import is_running, settle_context
-from flatshard._composable.reduction_queue import give, reduce_held
+from flatshard._composable.reduction_queue import finish_deferred, reduce_held
 from flatshard._composable.state import ReductionQueue, Unit
 
 
@@ -126,7 +126,7 @@ class ReductionHandle:
                 "flatshard.recover or an exception in a backward. Call zero_grad(), and run the step again"
             )
         for context in self._drops:
-            give(context.reductions, units)
+            finish_deferred(context.reductions, units)
 
 
 @overload

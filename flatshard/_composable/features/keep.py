@@ -99,7 +99,7 @@ class _Unrecorded(Claim):
         self.shows = UNSHARDED_PARAMS
         unit.claims.append(self)
         self._hooks = UnitHooks.of(unit)
-        self._around = self._hooks.record(self)
+        self._around = self._hooks.replace_by(self)
         handle.unshard(unit.context.latest_pass.id)
         self._version = handle.version()
 
@@ -111,7 +111,7 @@ class _Unrecorded(Claim):
 
     def leave(self) -> None:
         unit = self.unit
-        self._hooks.record(self._around)
+        self._hooks.replace_by(self._around)
         unit.claims.remove(self)
         if not unit.claims.in_use:
             unit.handle.write_back_if_changed()
