@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -72,6 +72,19 @@ class ForwardFeature:
 
     def reduced(self, given: WithGradients) -> None:
         """Called when the unit's reduced gradients have been set in ``.grad``, of the parameters ``given``."""
+
+
+class Unrecorded(Protocol):
+    """The hooks of a unit that replace its own inside ``keep_unsharded(threads=True)``: nothing is gathered or freed."""
+
+    def check(self) -> Callable[[Any], object]:
+        """Raise before a forward that needs a record. The result has no meaning."""
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Begin a forward of ``module``. Return new arguments, or None."""
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """End a forward of ``module``, which has raised if ``output`` is None. Return a new output, or None."""
 
 
 class Extension:

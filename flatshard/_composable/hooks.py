@@ -33,7 +33,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ from flatshard._base import frames
 from flatshard._composable.autograd_hooks import hook_parameters, leave, pre_backward
 from flatshard._composable.backward import backward_of, drop, reach_recomputed
 from flatshard._composable.claims import FORWARD_ENDED, VALUES, Reason
-from flatshard._composable.extensions import ForwardFeature
+from flatshard._composable.extensions import ForwardFeature, Unrecorded
 from flatshard._composable.find import contexts_of
 from flatshard._composable.gathering import (
     free_unused,
@@ -95,19 +95,6 @@ class Fate(enum.Enum):
 
 
 USED_NEXT, STAYS, KEPT_FOR_NEXT, RELEASED = Fate  # for each step: see lifetime.py
-
-
-class Unrecorded(Protocol):
-    """The hooks of a unit that replace its own inside ``keep_unsharded(threads=True)``: nothing is gathered or freed."""
-
-    def check(self) -> Callable[[Any], object]:
-        """Raise before a forward that needs a record. The result has no meaning."""
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Begin a forward of ``module``. Return new arguments, or None."""
-
-    def end(self, module: nn.Module, output: Any) -> Any:
-        """End a forward of ``module``, which has raised if ``output`` is None. Return a new output, or None."""
 
 
 class UnitHooks:
@@ -265,15 +252,7 @@ class UnitHooks:
                 if _want_new_nodes(outputs, forward.first_node):
                     output = changed = with_new_nodes(output)
                     outputs = [*tensors_in(output)]
-                stored: list[torch.Tensor] = []
-                for given in (*args, *kwargs.values()):
-                    if isinstance(given, (list, dict)):  # the module may have stored tensors in it
-                        stored += tensors_in(given)
-                for leaving in self._leaving:
-                    stored += leaving(outputs)
-                if stored:  # not the module's inputs
-                    first = forward.first_node
-                    stored = [t for t in stored if (n := t.grad_fn) is not None and n._sequence_nr() >= first]
+                stored = self._find_stored(forward, (*args, *kwargs.values()), outputs)
                 comes_back = self.register_pre_backward([*outputs, *stored], forward)
                 leaks = not comes_back and self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
@@ -283,6 +262,21 @@ class UnitHooks:
         finally:
             self.end_forward(forward, makes_graph, comes_back, leaks)
         return changed
+
+    def _find_stored(
+        self, forward: Forward, arguments: tuple[Any, ...], outputs: list[torch.Tensor]
+    ) -> Iterable[torch.Tensor]:
+        """Return tensors that the forward has made and stored elsewhere than in ``outputs``. Backward may come by them."""
+        stored: list[torch.Tensor] = []
+        for given in arguments:
+            if isinstance(given, (list, dict)):  # the module may have stored tensors in it
+                stored += tensors_in(given)
+        for leaving in self._leaving:
+            stored += leaving(outputs)
+        if stored:  # not the module's inputs
+            first = forward.first_node
+            stored = [t for t in stored if (n := t.grad_fn) is not None and n._sequence_nr() >= first]
+        return stored
 
     def end_forward(self, forward: Forward, makes_graph: bool, comes_back: bool, leaks: bool) -> None:
         """Release the parameters.

@@ -137,7 +137,10 @@ def steps(ctx: Any, model: nn.Module, orders: list[list[int]]) -> Iterator[list[
             model(torch.ones(2, 4) + ctx.rank).square().mean().backward()
         made = [buffer.flat.data_ptr() for buffer in flats[0].ranks.pool.buffers]
         used = [flat.unsharded.flat.data_ptr() for flat in flats]
-        mine = [made.index(at) for at in used if at in made], [e for e in events if not e.startswith(("reshard", "lend"))]
+        mine = (
+            [made.index(at) for at in used if at in made],
+            [e for e in events if not e.startswith(("reshard", "lend"))],
+        )
         every = [None] * ctx.world_size
         dist.all_gather_object(every, mine, group=ctx.group)
         assert every[0] == every[1]

@@ -16,7 +16,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "construct": (1363, 51, 391),
     "forward": (306, 16, 151),
     "forward, a unit": (82, 15, 38),
-    "forward, a unit, without _comm": (55, 12, 32),
+    "forward, a unit, without _comm": (56, 12, 32),
     "backward": (499, 17, 231),
     "backward, a unit": (157, 16, 72),
     "backward, a unit, without _comm": (97, 13, 56),
