@@ -236,7 +236,7 @@ def test_how_a_loop_ends(alone):
             one_step(model, optimizer, step)
         break
     assert world.epochs.has_ended
-    assert world._store.get("finished") == b"1"
+    assert world._store.check(["finished"])
     world = alone(fresh=True)
     job, _, _ = job_in(world)
     with pytest.raises(RuntimeError, match="must be inside"):
