@@ -187,6 +187,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             continue
         if owner_of(param) is None or not isinstance(param, ShardedParameter):
             raise _unsharded(fqn, verb)
+        # With flat_parameters, `.grad` is a slice of the flat gradient.
         found.append(Gradient(fqn, param, param.grad, info.runtime))
     return found
 
