@@ -256,7 +256,7 @@ class Runtime(RankGroup):
         try:
             pending = method(*tensors, **options)
             if self.streams is not None:
-                pending.wait()  # here; on CPU `Awaited` names the label in the wait
+                pending.wait()  # the current stream, for the backend's own; on CPU `Awaited` names the label in the wait
                 pending = Done()
             return pending
         finally:
@@ -289,11 +289,11 @@ class Runtime(RankGroup):
         return holding(next_one(), pending)
 
     def issued(self, pending: Pending) -> Pending:
-        """Turn ``pending`` into a :class:`Pending` that any stream can wait for."""
-        if self.streams is None:
-            return pending
-        pending.wait()  # makes the side stream (the current stream here) wait for the backend's own streams
-        return self.streams.record()
+        """Turn ``pending`` into a :class:`Pending` that any stream can wait for.
+
+        On an accelerator it is work of the current stream: collectives on another one have been waited for (``_call``).
+        """
+        return pending if self.streams is None else self.streams.record()
 
     # -- other communication -----------------------------------------------------------------------------------------
 

@@ -173,7 +173,6 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             raise _unsharded(owner.fqn, verb)
     check_reduced(owners, verb)
     check_kept(owners, verb)
-    grads: dict[int, torch.Tensor | None] = {}  # of sharded parameters, by the parameter's id
     found = []
     for name, param in module.named_parameters():
         fqn = plain_name(name)
@@ -186,13 +185,10 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
                 )
             found.append(Gradient(fqn, param, param.grad, None))
             continue
-        if id(param) not in grads:
-            unit = owner_of(param)
-            if unit is None or not isinstance(param, ShardedParameter):  # else an unsharded parameter
-                raise _unsharded(fqn, verb)
-            for flat in unit.handle.flats:  # with `flat_parameters` the single parameters have no `.grad`
-                grads.update(zip(map(id, flat.params), flat.local_grads(), strict=True))
-        found.append(Gradient(fqn, param, grads[id(param)], info.runtime))
+        if owner_of(param) is None or not isinstance(param, ShardedParameter):
+            raise _unsharded(fqn, verb)
+        # With flat_parameters, `.grad` is a slice of the flat gradient.
+        found.append(Gradient(fqn, param, param.grad, info.runtime))
     return found
 
 

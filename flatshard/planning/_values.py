@@ -32,8 +32,6 @@ class Values:
         """Give ``tensor``, an input on meta, the values of ``like``, unless these are floating-point numbers."""
         if _is_whole(like) and like.device.type != "meta" and like.numel() <= LARGEST:
             self._note(tensor, like.detach().cpu().clone())
-        elif tensor in self._of:  # it was made of ``like``
-            del self._of[tensor]
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
         """Return the result of ``func`` on meta, made by ``compute``, and keep its values if they are known."""

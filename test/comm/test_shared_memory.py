@@ -199,19 +199,25 @@ def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
         assert torch.equal(output.view(2, -1), torch.arange(2.0).view(2, 1).expand(2, FIRST_BYTES))
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @ranks(2)
-def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx) -> None:
-    """Rank 0 waits for a large payload before it sends a small one of the same unit, rank 1 after it."""
-    with sharing(4 * NUMEL):
-        collectives = GlooCollectives(new_group(2))
-        outputs = torch.empty(2 * NUMEL), torch.empty(2 * 6)  # 24 bytes, the size of a header
-        first = collectives.all_gather(outputs[0], torch.full((NUMEL,), float(ctx.rank)))
+def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx, ordered: bool) -> None:
+    """Rank 1 issues all before rank 0 issues the first, and waits for it. The second is as small as a header."""
+    with sharing(4 * NUMEL), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailboxes, "are_ordered", ordered)
+        collectives, issued = GlooCollectives(new_group(2)), []
         if ctx.rank == 0:
-            first.wait()
-        second = collectives.all_gather(outputs[1], torch.full((6,), 2.0 + ctx.rank))
-        second.wait()
-        first.wait()
-        assert [output.view(2, -1)[:, -1].tolist() for output in outputs] == [[0, 1], [2, 3]]
+            dist.barrier(ctx.group)
+        for value, numel in enumerate((NUMEL, 6, NUMEL)):
+            output, shard = torch.empty(2 * numel), torch.full((numel,), float(2 * value + ctx.rank))
+            issued.append((output, collectives.all_gather(output, shard)))
+            if ctx.rank == 0 == value:
+                issued[0][1].wait()
+        if ctx.rank == 1:
+            dist.barrier(ctx.group)
+        for _, pending in issued[::-1]:
+            pending.wait()
+        assert [output.view(2, -1)[:, -1].tolist() for output, _ in issued] == [[0, 1], [2, 3], [4, 5]]
 
 
 @ranks(3)

@@ -270,6 +270,8 @@ def test_collectives_of_a_mesh_go_over_both_axes(ctx):
             device_mesh=mesh,
             collectives=lambda g, device, group=group: (quantized if g == group else plain)(g, device),
         )
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.eye(64)), weight.t(), rtol=0, atol=0.01)
         with flatshard.summon_full_params(model):
             torch.testing.assert_close(model.weight.data, weight, rtol=0, atol=0)
         handle = units_below(model)[0].handle

@@ -211,6 +211,8 @@ def test_the_page(tmp_path):
         f"all of it costs in a step: 0 B sent more (242 KiB in all), {fitted.flops:,} operations computed again",
     ):
         assert line in str(fitted).splitlines()
+    free = fit_to_memory(on_meta(Gpt), bytes_per_rank=most, **options("gpt"))
+    assert "blocks.0 ... blocks.2 (3)  SHARD_GRAD_OP  no" in str(free)
     fitted.plot(tmp_path / "step.svg")
     picture = (tmp_path / "step.svg").read_text()
     assert "budget" in picture
