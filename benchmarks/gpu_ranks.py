@@ -112,11 +112,11 @@ def probe(device: Device, rank: int, size: int) -> dict[str, Any]:
     """Check sums over all ranks, and time a small and a large gather."""
     tensor = torch.full((1 << 16,), float(rank + 1), device=device.device)
     dist.all_reduce(tensor)
-    gather = getattr(dist, torch_versions.ALL_GATHER)
+    gather = getattr(dist.group.WORLD, torch_versions.ALL_GATHER)
     gathered, mine = (torch.empty(n << 10, device=device.device) for n in (size, 1))
     large, shard = (torch.empty(n << 22, device=device.device) for n in (size, 1))
-    small_ms = 1e3 * min(device.seconds(lambda: gather(gathered, mine)) for _ in range(9))
-    large_ms = 1e3 * min(device.seconds(lambda: gather(large, shard)) for _ in range(3))
+    small_ms = 1e3 * min(device.seconds(lambda: gather(gathered, mine).wait()) for _ in range(9))
+    large_ms = 1e3 * min(device.seconds(lambda: gather(large, shard).wait()) for _ in range(3))
     off = abs(float(tensor[0]) - size * (size + 1) / 2)
     return {"off": off, "allowed": 0.0, "ms of 4 KiB": small_ms, "ms of 16 MiB a rank": large_ms}
 

@@ -8,7 +8,7 @@ contenders run interleaved in one process. Figures are medians over the rounds, 
 float32 parameters, bfloat16 compute and float32 reduction, compared with a plain bfloat16 model.
 
 The fake group imitates the data of other ranks, for which the host of a real group runs nothing. This is left out for all
-contenders (``filling_nothing``): their collectives are torch's functions, each of which makes one call into the group.
+contenders (``filling_nothing``): each calls what it calls over NCCL, which makes one call into the group.
 
 The floor: for a unit, an eager flat design needs at least two all-gathers, one reduce-scatter, four storage resizes, two
 copies of the shard, and one operation that copies twelve gradients. These alone are timed beside the others. Its collectives
@@ -27,7 +27,7 @@ from collections.abc import Callable
 import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, as_over_nccl, build, drop_gradients, filling_nothing
+from contenders import SHARDED, Setting, build, drop_gradients, filling_nothing
 from devices import Device, choose_device
 from suite import (
     OURS,
@@ -71,9 +71,7 @@ def contender(name: str, count: int, bf16: bool, device: Device) -> Callable[[],
     On a GPU it is the time until the host has issued them, which begins when the device is idle.
     """
     torch.manual_seed(0)
-    setting = Setting(
-        Unit, bf16=bf16, device=device.device, collectives=None if device.device.type == "cpu" else as_over_nccl
-    )
+    setting = Setting(Unit, bf16=bf16, device=device.device)
     model = build(name, units(count).to(device.device), setting)
     x = batch(torch.bfloat16 if bf16 else torch.float32).to(device.device)
 
@@ -116,7 +114,7 @@ SIMULATED_SIZES = {"units": 2, "world_size": 8, "rounds": 2}
 
 def waits(args: argparse.Namespace, device: Device) -> str:
     """Return a note: how often the host waits for the device in a forward and a backward, which would hide its own time."""
-    model = build(OURS, units(args.units).to(device.device), Setting(Unit, collectives=as_over_nccl))
+    model = build(OURS, units(args.units).to(device.device), Setting(Unit))
     x = batch().to(device.device)
     for _ in range(device.warm_up):
         model(x).sum().backward()
@@ -126,11 +124,11 @@ def waits(args: argparse.Namespace, device: Device) -> str:
 def column(args: argparse.Namespace, bf16: bool, device: Device) -> dict[str, Figure]:
     """Return microseconds per unit: every contender's minus the plain model's, and those of the floor and the plain model."""
     make = functools.partial(contender, count=args.units, bf16=bf16, device=device)
-    steps = {name: make(name) for name in (*SHARDED, "plain")}
-    steps["plain (in all)"] = steps.pop("plain")
-    if device.device.type == "cpu":
-        steps["floor"] = floor(args.world_size, args.units, bf16)
     with filling_nothing():
+        steps = {name: make(name) for name in (*SHARDED, "plain")}
+        steps["plain (in all)"] = steps.pop("plain")
+        if device.device.type == "cpu":
+            steps["floor"] = floor(args.world_size, args.units, bf16)
         times = interleaved(steps, args.rounds)
     plain = statistics.median(times["plain (in all)"])
     return {

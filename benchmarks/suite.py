@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import are_started, process_group, set_environment, start
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
 OURS = "flatshard"
 
@@ -171,7 +171,7 @@ def seconds_of_all(run: Callable[[], object]) -> float:
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
     """Make this process rank 0 of ``size``, over the fake process group, whose collectives move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
     try:
         yield
     finally:

@@ -8,9 +8,10 @@ import torch
 
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-ALL_GATHER: Final = "all_gather_single" if VERSION >= (2, 13) else "all_gather_into_tensor"
-REDUCE_SCATTER: Final = "reduce_scatter_single" if VERSION >= (2, 13) else "reduce_scatter_tensor"
-"""The names of these functions of ``torch.distributed``. torch 2.13 renamed them, and keeps the old names as aliases."""
+ALL_GATHER: Final = "all_gather_single" if VERSION >= (2, 13) else "_allgather_base"
+REDUCE_SCATTER: Final = "reduce_scatter_single" if VERSION >= (2, 13) else "_reduce_scatter_base"
+ALL_TO_ALL: Final = "all_to_all_single" if VERSION >= (2, 13) else "alltoall_base"
+"""The methods of a process group that this torch's own functions call. A group written in Python may lack other ones."""
 
 UNSORTED: Final[dict[str, Any]] = {"sort_ranks": False} if VERSION >= (2, 12) else {}
 """Arguments with which ``torch.distributed.new_group`` keeps the order of its ranks. Empty if this torch sorts them."""

@@ -2,6 +2,23 @@
 
 In the core, this file alone communicates by ``torch.distributed`` in a step. (``construct/groups.py`` makes process groups.)
 
+[Note: Methods of the process group]
+``torch.distributed``'s functions take twice the host's time of the process group's methods that they call: 4 to 5
+microseconds, not 2 to 3. So a step calls the methods, and they do the same on our tensors. In torch 2.11, 2.13, 2.14 and
+2.15, a function also
+
+- makes options with ``asyncOp=False``, and waits for the work unless there is none: so do we. With NCCL the collective
+  then runs on the current stream, and the host does not wait;
+- sends complex numbers as pairs of real ones, and broadcasts float8 as bytes: so do we;
+- passes tensor subclasses with ``__torch_function__`` to these, checks that it was given tensors, and returns on ranks that
+  are not in the group: our tensors are plain, and our groups contain this rank;
+- only records the call, inside its private coalescing context;
+- describes an error to a debug logger of torch's own before it raises it.
+
+Operators of ``c10d``, which profilers and dispatch modes see, names in NCCL's flight recorder and errors of a backend come
+from the methods. Exception: :meth:`DefaultCollectives.exchange` calls torch's function for a batch of messages, which knows
+the backends that want them as one operation.
+
 [Note: Order of collectives]
 Collectives of one communicator match by order, so all ranks must issue them in the same order. Ranks that use different
 parameters of a unit complete its gradients at different times. So all ranks have the same order of gathers, and the same
@@ -42,6 +59,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from flatshard._base import environment, torch_versions
 from flatshard._comm.collectives import (
@@ -65,6 +83,26 @@ _PIECE = 2**17  # elements that a thread adds at a time
 _LARGE = 2**16  # bytes of a message that is sent in two
 _LAST = 64  # elements of the second of them
 _FOREVER = timedelta(days=365)  # to the thread of a handshake: shared_memory, [Note: The handshake]
+
+
+def _options(made: Any, op: Any = None, is_async: bool = False) -> Any:
+    """Return the options ``made``, after they were set."""
+    made.asyncOp = is_async
+    if op is not None:
+        made.reduceOp = op
+    return made
+
+
+# Options of collectives on the current stream, made once, as nobody changes them. [Note: Methods of the process group]
+_GATHERING = _options(AllgatherOptions())
+_EXCHANGING = _options(dist.AllToAllOptions())
+_BROADCASTING = _options(dist.BroadcastOptions())  # from rank 0
+_AVERAGING = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.AVG}  # by whether the backend computes averages
+_SCATTERING = {averages: _options(dist.ReduceScatterOptions(), op) for averages, op in _AVERAGING.items()}
+_REDUCING = {averages: _options(dist.AllreduceOptions(), op) for averages, op in _AVERAGING.items()}
+_COMBINED = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_COMBINING = {name: _options(dist.AllreduceOptions(), op) for name, op in _COMBINED.items()}
+_COMBINING_LATER = {name: _options(dist.AllreduceOptions(), op, is_async=True) for name, op in _COMBINED.items()}
 
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
 """The shared memory of gloo groups. It lives as long as the group."""
@@ -143,8 +181,14 @@ class BuiltinCollectives(Collectives):
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
-        dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-        return Done()
+        return _finish(self.group.allreduce([numbers], _COMBINING[op]))
+
+
+def _finish(work: dist.Work | None) -> Pending:
+    """Wait for ``work`` as torch's functions do. On an accelerator this makes the current stream wait."""
+    if work is not None:
+        work.wait()
+    return Done()
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -350,14 +394,11 @@ class GlooCollectives(BuiltinCollectives):
                 raise mixed_all_reduce(tag, (-smallest, largest), self.rank, self.size)
             tensor.div_(self.size)
 
-        maximum = dist.AllreduceOptions()
-        maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return Works([self.group.allreduce([tensor]), self.group.allreduce([tags], maximum)], average)
+        group = self.group
+        return Works([group.allreduce([tensor]), group.allreduce([tags], _COMBINING_LATER["max"])], average)
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
-        return Works([self.group.allreduce([numbers], options)])
+        return Works([self.group.allreduce([numbers], _COMBINING_LATER[op])])
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         return Works([self.group.broadcast(as_real(tensor), 0)])
@@ -450,43 +491,47 @@ class DefaultCollectives(BuiltinCollectives):
                 )
             self.compared = (GATHER,)  # a reduction may come before a gather on one rank and after it on another
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
-        self._all_gather: Callable[..., object] = getattr(dist, torch_versions.ALL_GATHER)
-        self._reduce_scatter: Callable[..., object] = getattr(dist, torch_versions.REDUCE_SCATTER)
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:
-        return alive(self._reduce_group)
+        return self._reduce_group() or alive(self._reduce_group)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
-        self._all_gather(output, shard, group=self.group)
-        return Done()
+        if output.is_complex():
+            output, shard = as_real(output), as_real(shard)
+        return _finish(getattr(self.group, torch_versions.ALL_GATHER)(output, shard, _GATHERING))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         if output.is_complex():
             output, input = as_real(output), as_real(input)
         if input.dtype is not output.dtype:
             received = torch.empty_like(input)
-            dist.all_to_all_single(received, input, group=self.reduce_group)
+            self.all_to_all(received, input)
             _average(output, received.view(self.size, -1).unbind())
-        else:
-            self._averaging(output, functools.partial(self._reduce_scatter, output, input))
-        return Done()
+            return Done()
+        averages = self._averages(output.dtype)
+        work = getattr(self.reduce_group, torch_versions.REDUCE_SCATTER)(output, input, _SCATTERING[averages])
+        return self._finish_average(work, output, averages)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor = as_real(tensor)
-        self._averaging(tensor, functools.partial(dist.all_reduce, tensor))
-        return Done()
+        averages = self._averages(tensor.dtype)
+        return self._finish_average(self.reduce_group.allreduce([tensor], _REDUCING[averages]), tensor, averages)
 
-    def _averaging(self, result: torch.Tensor, reduce: Callable[..., object]) -> None:
-        """Call ``reduce`` so that ``result`` becomes the average. [Note: Averages of the backend]"""
-        averages = self.size & (self.size - 1) == 0 or result.dtype is torch.float16
-        reduce(op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.reduce_group)
+    def _averages(self, dtype: torch.dtype) -> bool:
+        """Return whether the backend computes averages, not sums. [Note: Averages of the backend]"""
+        return self.size & (self.size - 1) == 0 or dtype is torch.float16
+
+    def _finish_average(self, work: dist.Work | None, result: torch.Tensor, averages: bool) -> Pending:
+        """Wait for ``work``, which writes the average to ``result``, or the sum unless it ``averages``."""
+        done = _finish(work)
         if not averages:
             result.div_(self.size)
+        return done
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        dist.all_to_all_single(output, input, group=self.reduce_group)
-        return Done()
+        output, input = as_real(output), as_real(input)
+        return _finish(getattr(self.reduce_group, torch_versions.ALL_TO_ALL)(output, input, [], [], _EXCHANGING))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         group, ranks = self.group, dist.get_process_group_ranks(self.group)
@@ -497,8 +542,9 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        dist.broadcast(tensor, group_src=0, group=self.group)
-        return Done()
+        # Not every NCCL, and not every GPU, supports float8.
+        as_sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else as_real(tensor)
+        return _finish(self.group.broadcast([as_sent], _BROADCASTING))
 
 
 by_backend: dict[str, Callable[[dist.ProcessGroup, torch.device], BuiltinCollectives]] = {}

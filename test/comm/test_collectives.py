@@ -3,9 +3,11 @@
 The oracle for exact collectives is a run without them. For quantised ones, the format gives an error bound.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, m
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
+from flatshard import CustomPolicy, MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._base import torch_versions
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.progress import Works
@@ -168,27 +170,117 @@ def test_changes_in_forward_under_approximate_gathers(ctx) -> None:
         assert torch.equal(full_params(model)["0.weight"], expected)
 
 
+@contextlib.contextmanager
+def groups_of(*methods: str) -> Iterator[dict[str, set[dist.ProcessGroup]]]:
+    """Record the process groups whose methods are called."""
+    found: dict[str, set[dist.ProcessGroup]] = {name: set() for name in methods}
+
+    def recorded(name: str) -> Any:
+        called = getattr(dist.ProcessGroup, name)
+
+        def call(group: dist.ProcessGroup, *args: Any) -> Any:
+            found[name].add(group)
+            return called(group, *args)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in methods:
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, recorded(name)))
+        yield found
+
+
+def backends_own(group: dist.ProcessGroup, device: torch.device) -> DefaultCollectives:
+    return DefaultCollectives(group)
+
+
 @ranks(4)
 def test_reductions_may_have_a_group_of_their_own(ctx) -> None:
     second, others = dist.new_group(), dist.new_group([0, 1])
-    used = {"_all_gather": ctx.group, "_reduce_scatter": second}
-    made = []
 
     def factory(group: dist.ProcessGroup, device: torch.device) -> DefaultCollectives:
-        made.append(DefaultCollectives(group, second))
-        for name in used:
-            setattr(made[-1], name, mock.Mock(wraps=getattr(made[-1], name)))
-        return made[-1]
+        return DefaultCollectives(group, second)
 
     def shard(model: nn.Module, group: Any) -> None:
         fully_shard(model, policy={Block}, process_group=group, collectives=factory)
 
-    check_parity(ctx, Net, make_input, steps=2, shard=shard)
-    for name, group in used.items():
-        assert {call.kwargs["group"] for each in made for call in getattr(each, name).call_args_list} == {group}
+    with groups_of(torch_versions.ALL_GATHER, torch_versions.REDUCE_SCATTER) as groups:
+        check_parity(ctx, Net, make_input, steps=2, shard=shard)
+    assert [*groups.values()] == [{ctx.group}, {second}]
     for wrong, message in ((ctx.group, "the same group"), *([(others, r"one of the ranks \[0, 1\]")] * (ctx.rank < 2))):
         with pytest.raises(ValueError, match=rf"must be a second group of the ranks .*, got {message}"):
             DefaultCollectives(ctx.group, wrong)
+
+
+def by_functions_of_torch(name: str, group: dist.ProcessGroup, *tensors: Tensor) -> None:
+    """Run a collective by ``torch.distributed``, and average as ``DefaultCollectives`` says."""
+    real = [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
+    averages = group.size() == 2
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    if name == "all_gather":
+        dist.all_gather_into_tensor(*real, group=group)
+    elif name == "all_to_all":
+        dist.all_to_all_single(*real, group=group)
+    elif name == "broadcast":
+        dist.broadcast(*real, group_src=0, group=group)
+    else:
+        {"reduce_scatter": dist.reduce_scatter_tensor, "all_reduce": dist.all_reduce}[name](*real, op, group)
+        real[0].div_(1 if averages else group.size())
+
+
+@ranks(2, 3)
+def test_methods_of_the_group_do_what_functions_of_torch_do(ctx) -> None:
+    """Bit for bit, also complex numbers and float8. Errors are the backend's."""
+    ours, n = DefaultCollectives(ctx.group), ctx.world_size
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        part, every = torch.randn(5).to(dtype) + ctx.rank, torch.randn(5 * n).to(dtype) + ctx.rank
+        for name, tensors in {
+            "all_gather": (every, part),
+            "reduce_scatter": (part, every),
+            "all_reduce": (every,),
+            "all_to_all": (torch.empty_like(every), every),
+            "broadcast": (every,),
+        }.items():
+            expected, found = ([t.clone() for t in tensors] for _ in range(2))
+            by_functions_of_torch(name, ctx.group, *expected)
+            getattr(ours, name)(*found).wait()
+            assert all(map(torch.equal, expected, found)), (name, dtype)
+
+    # Without a function of torch's for all backends:
+    small = torch.full((4,), float(ctx.rank)).to(torch.float8_e4m3fn)
+    ours.broadcast(small).wait()
+    assert not small.float().any()
+    for op, expected in (("sum", n * (n - 1) / 2), ("max", n - 1)):
+        ours.combine(number := torch.full((1,), float(ctx.rank)), op).wait()
+        assert number.item() == expected
+    with pytest.raises(RuntimeError, match="invalid tensor size"):
+        ours.all_gather(torch.empty(5 * n + 1), torch.empty(5)).wait()
+
+
+FUNCTIONS_OF_TORCH = {"all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor"}
+FUNCTIONS_OF_TORCH |= {"all_reduce", "all_to_all_single", "broadcast", "isend", "irecv", "send", "recv"}
+"""Of some versions."""
+
+
+@ranks(4)
+def test_a_step_calls_no_function_of_torch_distributed(ctx) -> None:
+    """With gloo, with a backend's own collectives, on a mesh and on replicas: all call the group's methods alone."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for options in (
+        {},
+        {"collectives": backends_own},
+        {"collectives": backends_own, "mixed_precision": MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)},
+        {"collectives": backends_own, "strategy": NO_SHARD},
+        {"collectives": backends_own, "device_mesh": mesh, "strategy": ShardingStrategy.HYBRID_SHARD},
+    ):
+        model = fully_shard(Net(), policy={Block}, **options)
+        with contextlib.ExitStack() as stack:
+            for name in FUNCTIONS_OF_TORCH & {*dir(dist)}:
+                for module in (dist, dist.distributed_c10d):
+                    stack.enter_context(mock.patch.object(module, name, side_effect=AssertionError(name)))
+            for _ in range(2):
+                model(make_input(0, 2)).sum().backward()
+                flatshard.clip_grad_norm_(model, 1.0)
 
 
 def lose_a_rank(ctx, folder: str) -> str:
