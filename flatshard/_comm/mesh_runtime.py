@@ -10,7 +10,6 @@ shards of an outer group are adjacent, and both gathers fill ranges of one buffe
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -77,8 +76,7 @@ class MeshRuntime(Runtime):
             return self.gather_inner(output, shard, label, for_backward)
         if self.inner.world_size == 1:
             return self.outer.all_gather(output, shard, label, for_backward)
-        start = functools.partial(self._gather, output, shard, label, for_backward)
-        return self._issue(ALL_GATHER, GATHER, label, start, for_backward=for_backward)
+        return self._issue(ALL_GATHER, GATHER, label, for_backward, self._gather, output, shard, label, for_backward)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, for_backward: bool) -> Pending:
         part = self.part(output)
@@ -95,7 +93,7 @@ class MeshRuntime(Runtime):
         if 1 in (self.inner.world_size, self.outer.world_size):
             axis = self.outer if self.inner.world_size == 1 else self.inner
             return axis.reduce_scatter(output, input, label)
-        return self._issue(REDUCE_SCATTER, REDUCE, label, functools.partial(self._reduce, output, input, label))
+        return self._issue(REDUCE_SCATTER, REDUCE, label, False, self._reduce, output, input, label)
 
     def _reduce(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         half = output.new_empty(self.outer.world_size * output.numel())
@@ -106,4 +104,4 @@ class MeshRuntime(Runtime):
         def start() -> Pending:
             return self.then(self.inner.all_reduce(tensor, label), lambda: self.outer.all_reduce(tensor, label))
 
-        return self._issue(ALL_REDUCE, REDUCE, label, start)
+        return self._issue(ALL_REDUCE, REDUCE, label, False, start)

@@ -104,6 +104,7 @@ class Runtime(RankGroup):
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
         self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
+        self._is_builtin = self.collectives is self._builtin
         self.is_exact = self.collectives.exact  # whether a gather delivers every shard bit for bit
         self.capabilities = read_capabilities(self.collectives)
 
@@ -224,37 +225,34 @@ class Runtime(RankGroup):
             for_backward: the backward gathers parameters that the forward has already gathered.
             ensure_output: only for collectives that can gather late: see ``gathers_late``.
         """
-        options = {} if ensure_output is None else {"ensure_output": ensure_output}
-        start = self._prepare(self.collectives.all_gather, label, output, shard, **options)
-        return self._issue(ALL_GATHER, GATHER, label, start, for_backward)
+        gather: Callable[..., Pending] = self.collectives.all_gather
+        if ensure_output is not None:
+            gather = functools.partial(gather, ensure_output=ensure_output)
+        if self._is_builtin:
+            return self._issue(ALL_GATHER, GATHER, label, for_backward, gather, output, shard, label)
+        return self._issue(ALL_GATHER, GATHER, label, for_backward, self._call, label, gather, output, shard)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
-        start = self._prepare(self.collectives.reduce_scatter, label, output, input)
-        return self._issue(REDUCE_SCATTER, REDUCE, label, start)
+        reduce = self.collectives.reduce_scatter
+        if self._is_builtin:
+            return self._issue(REDUCE_SCATTER, REDUCE, label, False, reduce, output, input, label)
+        return self._issue(REDUCE_SCATTER, REDUCE, label, False, self._call, label, reduce, output, input)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label) -> Pending:
-        return self._issue(ALL_REDUCE, REDUCE, label, self._prepare(self.collectives.all_reduce, label, tensor))
+        reduce = self.collectives.all_reduce
+        if self._is_builtin:
+            return self._issue(ALL_REDUCE, REDUCE, label, False, reduce, tensor, label)
+        return self._issue(ALL_REDUCE, REDUCE, label, False, self._call, label, reduce, tensor)
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
-        start = functools.partial(self._builtin.exchange, sent, received, label)
-        return self._issue("exchange", EXCHANGE, label, start)
+        return self._issue("exchange", EXCHANGE, label, False, self._builtin.exchange, sent, received, label)
 
-    def _prepare(
-        self, method: Callable[..., Pending], label: Label, *tensors: torch.Tensor, **options: EnsureMemory
-    ) -> Callable[[], Pending]:
-        """Return a function that calls ``method`` of ``collectives`` for the unit of ``label``."""
-        if self.collectives is self._builtin:
-            return functools.partial(method, *tensors, label, **options)
-        return functools.partial(self._call, method, label, *tensors, **options)
-
-    def _call(
-        self, method: Callable[..., Pending], label: Label, *tensors: torch.Tensor, **options: EnsureMemory
-    ) -> Pending:
+    def _call(self, label: Label, method: Callable[..., Pending], *tensors: torch.Tensor) -> Pending:
         """Call ``method``, of a user's class, for ``label``. progress.py, [Note: Labels of a user's collectives]"""
         before, here.called = here.called, label
         try:
-            pending = method(*tensors, **options)
+            pending = method(*tensors)
             if self.streams is not None:
                 pending.wait()  # the current stream, for the backend's own; on CPU `Awaited` names the label in the wait
                 pending = Done()
@@ -263,12 +261,12 @@ class Runtime(RankGroup):
             here.called = before
 
     def _issue(
-        self, verb: str, kind: int, label: Label, start: Callable[[], Pending], for_backward: bool = False
+        self, verb: str, kind: int, label: Label, for_backward: bool, start: Callable[..., Pending], *arguments: Any
     ) -> Pending:
-        """Issue a collective by calling ``start``, unless ranks are out of step on this group."""
+        """Issue a collective by calling ``start`` with ``arguments``, unless ranks are out of step on this group."""
         progress, monitor = self.progress, self.monitor
         if progress is None:
-            return self.issued(start())
+            return self.issued(start(*arguments))
         if progress.unended:
             raise _out_of_step(self, verb, label, progress.unended[0][0])
         if progress.abandoned:
@@ -277,9 +275,9 @@ class Runtime(RankGroup):
         if self._builtin.may_change and self._builtin.place_now() != (self.rank, self.world_size):
             raise _reconfigured(self, verb, label)
         if monitor is None or issued.number > monitor.checks_until:
-            pending = start()
+            pending = start(*arguments)
         else:
-            pending = monitor.start(issued, self.capabilities, start, self.streams)
+            pending = monitor.start(issued, self.capabilities, functools.partial(start, *arguments), self.streams)
         return Awaited(pending, issued, self.peers.monitor) if self.streams is None else self.issued(pending)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
@@ -312,8 +310,7 @@ class Runtime(RankGroup):
     def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
         """See :class:`RankGroup`."""
         try:
-            start = functools.partial(self._builtin.combine, tensor, op)
-            self._issue(ALL_REDUCE, NUMBERS, Label(question), start).wait()
+            self._issue(ALL_REDUCE, NUMBERS, Label(question), False, self._builtin.combine, tensor, op).wait()
         except Exception as e:
             self.fail(f"{ALL_REDUCE} for {question}", "", e)
 
