@@ -5,9 +5,10 @@
 It starts two ranks; for more: ``torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains
 the same 25 M parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are
 medians over the rounds, as ratios to FSDP2's median. ``4 x`` is four microbatches, of which the last reduces; ``flatshard,
-each reduced`` is flatshard's default accumulation. bf16 means float32 parameters, bfloat16 compute and float32 reduction, and
-for DDP autocast. ``flatshard, gloo alone`` shares no memory between ranks. ``--full`` adds flatshard without communication
-(``no_communication.py``).
+each reduced`` is flatshard's default accumulation. Under ``flatshard, SHARD_OPTIM`` each rank has full parameters, as under
+DDP and ``ZeRO-1``, which is DDP with ``ZeroRedundancyOptimizer``. bf16 means float32 parameters, bfloat16 compute and float32
+reduction, and for DDP autocast. ``flatshard, gloo alone`` shares no memory between ranks. ``--full`` adds flatshard without
+communication (``no_communication.py``).
 
 CPU is rank 0's time in a step, user and system, of all its threads: the load of the machine changes it less. Page faults are
 rank 0's minor ones in a step, for memory that is new to the process, which the system zeroes. They are a count. All
@@ -19,6 +20,7 @@ The floor is the plain model's step without any communication, on each rank's ow
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import resource
 import time
@@ -33,7 +35,9 @@ from gpt import Block, GPTConfig
 from no_communication import NoCommunication
 from suite import OURS, Benchmark, Figure, Table, by_column, interleaved, over, progress, seconds_of_all, spread
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from flatshard import ShardingStrategy
 from flatshard._base import environment
 
 COLUMNS = {
@@ -44,6 +48,7 @@ COLUMNS = {
 TARGETS = {"fp32": 0.60, "fp32, 4 x": 0.60, "bf16": 0.70}
 EACH, ALONE, FLOOR = "flatshard, each reduced", "flatshard, no communication", "floor: plain"
 GLOO = "flatshard, gloo alone"
+OPTIM, ZERO = "flatshard, SHARD_OPTIM", "ZeRO-1"
 
 
 def config(args: argparse.Namespace) -> GPTConfig:
@@ -65,13 +70,18 @@ def contender(name: str, args: argparse.Namespace, setting: Setting, used: Used)
         setting = replace(setting, reduced=True)
     elif name == ALONE:
         setting = replace(setting, collectives=NoCommunication())
+    elif name == OPTIM:
+        setting = replace(setting, options={"strategy": ShardingStrategy.SHARD_OPTIM})
     windows = torch.randint(0, 256, (args.batch, args.context + 1), generator=torch.Generator().manual_seed(0))
 
     def loss(logits: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
-    kind = {EACH: OURS, ALONE: OURS, GLOO: OURS, FLOOR: "plain"}.get(name, name)
-    job = Job(kind, config(args), setting, windows[:, :-1], loss=loss)
+    kind = {EACH: OURS, ALONE: OURS, GLOO: OURS, OPTIM: OURS, ZERO: "DDP", FLOOR: "plain"}.get(name, name)
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    if name == ZERO:  # each rank steps some of the parameters, and sends them to the others
+        optimizer = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    job = Job(kind, config(args), setting, windows[:, :-1], optimizer, loss)
     shared = 0 if name == GLOO else environment.SHARED_MEMORY
 
     def step() -> None:
@@ -104,9 +114,10 @@ def column(
 def measure(args: argparse.Namespace) -> list[Table]:
     kinds: list[dict[str, dict[str, Figure]]] = [{}, {}, {}]
     base = []
-    for name, setting in COLUMNS.items():
+    for name in args.columns:
+        setting = COLUMNS[name]
         progress(f"step time, {name}")
-        more = {EACH: setting.microbatches > 1, ALONE: args.full}
+        more = {**dict.fromkeys((EACH, OPTIM, ZERO), setting.microbatches > 1), ALONE: args.full}
         names = [*SHARDED, GLOO, "DDP", *(name for name, is_there in more.items() if is_there), FLOOR]
         found, milliseconds = column(names, args, setting, warm_up=1)
         for columns, figures in zip(kinds, found, strict=True):
@@ -128,7 +139,10 @@ def measure(args: argparse.Namespace) -> list[Table]:
         rows = by_column(columns)
         rows[FLOOR] = rows.pop(FLOOR)  # the last row
         tables.append(Table(name, f"{title}, {what}", floor, rows, digits=0 if name == "step_faults" else 2))
-    targets, notes = {OURS: TARGETS}, [f"FSDP2's milliseconds: {'; '.join(base)}"]
+    targets, notes = (
+        {OURS: {name: TARGETS[name] for name in args.columns}},
+        [f"FSDP2's milliseconds: {'; '.join(base)}"],
+    )
     return [replace(tables[0], targets=targets, notes=notes), *tables[1:]]
 
 
@@ -138,6 +152,7 @@ BENCHMARK = Benchmark(
     ranks=2,
     rounds=(3, 9),
     sizes={"layers": 8, "width": 512, "context": 64, "batch": 4},
+    names={"columns": tuple(COLUMNS)},
 )
 
 if __name__ == "__main__":
