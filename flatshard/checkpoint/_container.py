@@ -10,7 +10,8 @@ their memory, in a few large calls, and reads them directly into it.
 Each MiB of an entry has a sum. Its 8-byte words are arranged in rows of 4,093 and added by column; the column sums are
 multiplied by odd weights and added modulo 2**64. A flipped bit or a page of zeros changes the sum. So do words that change
 places, unless their distance is a multiple of 4,093, a prime, so swapped pages and sectors are found. It takes an eighth of
-the time of zip's CRC-32, which is left 0, as torch does not check it.
+the time of zip's CRC-32, which is left 0, as torch does not check it. Small entries of one size are copied side by side, and
+summed together: each sum takes six operations of torch, and a model has hundreds of biases.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pickle
 import sys
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ ALIGNMENT = 64  # of a tensor's bytes in a file
 BLOCK = 2**20  # bytes that have a sum of their own
 _COLUMNS = 4093  # words
 _BATCH = 16  # blocks that are summed at once
+_SMALL = 2**15  # bytes of an entry that costs less to copy than to sum alone
 
 
 class _Storage:
@@ -73,6 +76,23 @@ def around(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], 
     return bytes(head), bytes(directory) + end
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain type")
+
+
+def plain_value(data: bytes) -> Any:
+    """Return the value that ``torch.save`` wrote, in a tenth of the time of ``torch.load``.
+
+    Raises:
+        Exception: it has other types than numbers, text, None, lists, tuples and dicts, or the bytes are damaged.
+    """
+    start = 30 + int.from_bytes(data[26:28], "little")  # the archive's first record: header, name, padding, pickle
+    if data[8:10] != b"\0\0" or not data[30:start].endswith(b"/data.pkl"):
+        raise ValueError("the archive does not begin with an uncompressed pickle")
+    return _PlainUnpickler(io.BytesIO(data[start + int.from_bytes(data[28:30], "little") :])).load()
+
+
 _WIDE = 2**32 - 1  # in zip: the number has 8 bytes and is elsewhere
 
 
@@ -102,24 +122,47 @@ def _weights() -> torch.Tensor:
     return x | 1
 
 
+def checksums_of(entries: Sequence[memoryview]) -> list[bytes]:
+    """Return the ``checksums`` of each entry, of small ones of the same size together. [Note: Sums]"""
+    found, alike = [b""] * len(entries), dict[int, list[int]]()
+    for i, data in enumerate(entries):
+        if (size := data.nbytes) > _SMALL:
+            found[i] = checksums(data)
+        elif size:
+            alike.setdefault(size, []).append(i)
+    for size, numbers in alike.items():
+        step = max(1, BLOCK // size)
+        for start in range(0, len(numbers), step):
+            batch = numbers[start : start + step]
+            joined = memoryview(bytearray().join([entries[i] for i in batch]))
+            for i, total in zip(batch, _totals(joined, len(batch), size), strict=True):
+                found[i] = total.to_bytes(8, "little")
+    return found
+
+
 def checksums(data: memoryview) -> bytes:
     """Return the sum of each block, 8 bytes each. [Note: Sums]"""
     blocks = data.nbytes // BLOCK
     batches = [(i * BLOCK, min(_BATCH, blocks - i), BLOCK) for i in range(0, blocks, _BATCH)]
     if data.nbytes % BLOCK:
         batches.append((blocks * BLOCK, 1, data.nbytes % BLOCK))
-    return b"".join([_checksums(data[at : at + count * size], count, size) for at, count, size in batches])
+    totals = [_totals(data[at : at + count * size], count, size) for at, count, size in batches]
+    return b"".join([total.to_bytes(8, "little") for batch in totals for total in batch])
 
 
-def _checksums(data: memoryview, count: int, size: int) -> bytes:
+def _totals(data: memoryview, count: int, size: int) -> list[int]:
     """Return the sums of ``count`` blocks of ``size`` bytes each."""
-    weights, words, totals = _weights(), size // 8, [0]
+    weights, words, totals = _weights(), size // 8, [0] * count
+    rest = [data[at + 8 * words : at + size] for at in range(0, count * size, size)] if size % 8 else []
     if words:
+        if size % 8 and count > 1:
+            data = memoryview(bytearray().join([data[at : at + 8 * words] for at in range(0, count * size, size)]))
         blocks = torch.frombuffer(data, dtype=torch.int64, count=count * words).view(count, words)
         if (rows := words // _COLUMNS) > 1:
             folded = blocks[:, : rows * _COLUMNS].view(count, rows, _COLUMNS).sum(1)
             blocks = torch.cat([folded, blocks[:, rows * _COLUMNS :]], 1)
         totals = (blocks @ weights[: blocks.shape[1]]).tolist()
-    if size % 8:  # then it is one block
-        totals[0] += int.from_bytes(data[words * 8 :], "little") * int(weights[-1])
-    return b"".join([(total % 2**64).to_bytes(8, "little") for total in totals])
+    if size % 8:
+        last = int(weights[-1])
+        totals = [total + int.from_bytes(each, "little") * last for total, each in zip(totals, rest, strict=True)]
+    return [total % 2**64 for total in totals]

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import Self, TypeVar
 
 from flatshard._base.environment import local_world_size
@@ -176,7 +177,7 @@ class NewFile:
 class OpenFile:
     """A file to read from, by several threads. Leaving its context closes it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
@@ -257,15 +258,19 @@ class Folder:
         Raises:
             ValueError: it is outside of the directory.
         """
-        path = self._inside(name)
-        if not path.is_file():
+        try:
+            stat = os.stat(self._inside(name))
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
             return None
-        stat = path.stat()
-        return stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns
+        is_file = S_ISREG(stat.st_mode)
+        return (stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns) if is_file else None
 
-    def _inside(self, name: str) -> Path:
-        root, path = os.path.realpath(self._path), Path(os.path.realpath(self._path / name))
-        if not path.is_relative_to(root):
+    def _inside(self, name: str) -> str:
+        root = os.path.realpath(self._path).rstrip("/")
+        path = os.path.realpath(os.path.join(self._path, name))
+        if not f"{path}/".startswith(f"{root}/"):
             raise outside(name)
         return path
 

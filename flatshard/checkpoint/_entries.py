@@ -26,17 +26,21 @@ from torch.utils._pytree import tree_map_only
 from flatshard._base.optimizers import innermost, load_into, params_of
 from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._composable.hooks import is_running, recover_context
+from flatshard._composable.state import unit_of
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
-from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.handle import check_has_memory
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._optimizer_load import to_load
-from flatshard.checkpoint._optimizer_names import ParamNames, steps_only
+from flatshard.checkpoint._optimizer_names import ParamNames
 from flatshard.checkpoint._optimizer_state import OptimizerState
 from flatshard.checkpoint._sharded_value import ShardedValue
-from flatshard.checkpoint._state_dict import idle_flats
-from flatshard.checkpoint._state_dict_hooks import translates
+from flatshard.checkpoint._state_dict import check_idle
+from flatshard.checkpoint._state_dict_hooks import has_plain_names, translates
 
 Undo = Callable[[], object]
+ValuePath = tuple[Any, ...]
+"""The keys that lead to a value in nested dicts and lists."""
 
 
 class Entry:
@@ -54,12 +58,19 @@ class Entry:
         """Return the value to fill with what is read. ``names``: the checkpoint's metadata by name."""
         return copied(self.saved())
 
-    def is_in_place(self, path: tuple[Any, ...]) -> bool:
-        """Return whether the template's value at ``path`` is memory that training uses, and so is read in phase 3."""
-        return False
+    @property
+    def in_place(self) -> dict[str, torch.Tensor]:
+        """Memory that training uses, which the template leaves out and phase 3 fills, by names in the checkpoint."""
+        return {}
+
+    def flat(self, loaded: Any) -> tuple[dict[str, Any], dict[str, ValuePath]]:
+        """Return the values of the template by names in the checkpoint, and the paths to those that are no tensors."""
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        return flatten_state_dict({self.key: loaded})
 
     def check(self, loaded: Any) -> None:
-        """Raise if ``install`` would, at the end of phase 1. In ``loaded``, only values in place are not read yet."""
+        """Raise if ``install`` would, at the end of phase 1."""
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         """Load what was read, in phase 2, after adding to ``undos`` how to undo it."""
@@ -86,29 +97,30 @@ class Stateful(Entry):
 
 
 class InPlace(Stateful):
-    """A module whose state dict, ``shown``, is memory of its parameters and buffers, and nothing else."""
+    """A module whose state dict is memory of its parameters and buffers, and nothing else."""
 
-    def __init__(self, key: str, value: nn.Module, strict: bool, shown: dict[str, Any]) -> None:
-        super().__init__(key, value, strict)
-        self._shown = shown
+    def __init__(self, key: str, state: ModuleState, strict: bool) -> None:
+        super().__init__(key, state.module, strict)
+        self._state = state
         self._names: Mapping[str, Any] = {}  # the checkpoint's
 
     def saved(self) -> Any:
-        return self._shown
+        return self._state.values
 
     def template(self, names: Mapping[str, Any]) -> Any:
         self._names = names
-        return self._shown
+        return {}
 
-    def is_in_place(self, path: tuple[Any, ...]) -> bool:
-        return True
+    @property
+    def in_place(self) -> dict[str, torch.Tensor]:
+        return {f"{self.key}.{name}": value for name, value in self._state.values.items()}
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         pass
 
     def result(self, loaded: Any) -> Any:
-        read = [p for name, p in self.value.named_parameters() if f"{self.key}.{name}" in self._names]
-        increment_version(read)  # also of parameters of which this rank has no elements
+        read = {id(p): p for name, p in self._state.params if f"{self.key}.{name}" in self._names}
+        increment_version([*read.values()])  # also of parameters of which this rank has no elements
         return self.value
 
 
@@ -119,10 +131,8 @@ class OptimizerEntry(Stateful):
         super().__init__(key, innermost(value), strict)
         self._given, self._names = value, names
         self._load: dict[str, Any] = {}
-        self._memory: dict[
-            nn.Parameter, dict[str, torch.Tensor]
-        ] = {}  # its tensors, old or new, that are read in place
-        self._in_place: set[tuple[Any, ...]] = set()  # their keys in the template
+        self._memory: list[tuple[nn.Parameter, dict[str, torch.Tensor]]] = []  # tensors, old or new, read in place
+        self._in_place: dict[str, torch.Tensor] = {}  # the same, or those inside of them, as the checkpoint has them
         self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in names.names_elsewhere(value))
 
     def saved(self) -> Any:
@@ -130,33 +140,45 @@ class OptimizerEntry(Stateful):
 
     def template(self, names: Mapping[str, Any]) -> Any:
         prefix = f"{self.key}."
-        wanted = {n.removeprefix(prefix): kind for n, kind in names.items() if n.startswith(prefix)}
+        wanted = {n[len(prefix) :]: kind for n, kind in names.items() if n.startswith(prefix)}
         if not self.strict:  # state that the checkpoint lacks stays
             for fqn, values in self.saved()["state"].items():
                 for key, value in values.items():
                     inner = [f".{name}" for name in value] if isinstance(value, dict) else [""]
                     wanted |= dict.fromkeys(f"state.{fqn}.{key}{name}" for name in inner)
         state = OptimizerState.read(self._names, self.value, wanted, inside=True)
-        for param, memories, values in state.rows:
-            for key, value in values.items():
-                memory = memories[key]
-                if isinstance(memory, torch.Tensor) and memory.dim():
-                    self._memory.setdefault(param.stepped, {})[key] = memory
-                    self._in_place.add(("state", param.fqn, key))
-                else:
-                    values[key] = copied(value)
-        state.groups = copied(state.groups)
-        return state.to_dict()
+        found = state.to_dict()
+        for param, memory, _ in state.rows:
+            large: dict[str, torch.Tensor] = {}
+            for key, value in found["state"].get(param.fqn, {}).items():
+                if isinstance(kept := memory[key], torch.Tensor) and kept.ndim:
+                    large[key], name = kept, f"{prefix}state.{param.fqn}.{key}"
+                    inside = {f"{name}.{each}": tensor for each, tensor in value.items()} if type(value) is dict else {}
+                    self._in_place.update(inside or {name: value})
+            if large:
+                self._memory.append((param.stepped, large))
+                left = found["state"][param.fqn].items()
+                found["state"][param.fqn] = {key: value for key, value in left if key not in large}
+        small = {fqn: {key: copied(v) for key, v in values.items()} for fqn, values in found["state"].items()}
+        return {"state": small, "param_groups": copied(state.groups)}
 
-    def is_in_place(self, path: tuple[Any, ...]) -> bool:
-        return path[:3] in self._in_place  # a longer path leads to a tensor inside of a quantised value
+    def flat(self, loaded: Any) -> tuple[dict[str, Any], dict[str, ValuePath]]:
+        tensors, others = dict[str, Any](), dict[str, dict[str, Any]]()
+        for fqn, values in loaded["state"].items():
+            for key, value in values.items():
+                if type(value) is torch.Tensor:  # most are counts of steps
+                    tensors[f"{self.key}.state.{fqn}.{key}"] = value
+                else:
+                    others.setdefault(fqn, {})[key] = value
+        found, paths = super().flat({**loaded, "state": others})
+        return tensors | found, paths
+
+    @property
+    def in_place(self) -> dict[str, torch.Tensor]:
+        return self._in_place
 
     def check(self, loaded: Any) -> None:
-        small = {
-            fqn: {key: value for key, value in values.items() if ("state", fqn, key) not in self._in_place}
-            for fqn, values in loaded["state"].items()
-        }
-        ((_, self._load),) = to_load(self._names, self.value, {**loaded, "state": small}, self.strict)
+        ((_, self._load),) = to_load(self._names, self.value, loaded, self.strict)
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         """Load options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
@@ -169,8 +191,8 @@ class OptimizerEntry(Stateful):
 
         undos.append(undo)
         load_into(optimizer, self._load)
-        for param, memory in self._memory.items():
-            self.value.state[param] = {**self.value.state[param], **memory}
+        for param, memory in self._memory:
+            self.value.state[param].update(memory)
 
     def result(self, loaded: Any) -> Any:
         return self._given
@@ -190,7 +212,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
         )
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
     # State dicts of modules first: they end interrupted forwards, whose parameters optimizers could not find.
-    shown = {id(module): sharded_state(module) for module in modules}
+    states = {id(module): ModuleState(module) for module in modules}
     found: list[Entry] = []
     for key, value in state.items():
         if not isinstance(key, str):
@@ -198,20 +220,21 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
         if "." in key:
             raise ValueError(f"state names {key!r}: a name with a dot could be that of a value inside of another")
         if isinstance(value, Optimizer):
-            owner = next((m for m in modules if steps_only(m, value)), None)
+            owner = next((s for s in states.values() if s.has_parameters_of(value)), None)
             if owner is None:
                 raise ValueError(
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
-            flats = idle_flats(owner, "checkpoint") if units_of_parameters(owner) else []
+            flats = check_idle(owner.units, "checkpoint")
             if not flats and any(map(is_dtensor, params_of(value))):
                 raise NotImplementedError(
                     f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
                     "torch.distributed.checkpoint, with get_optimizer_state_dict"
                 )
-            found.append(OptimizerEntry(key, value, ParamNames(owner, "checkpoint", flats), strict))
-        elif isinstance(value, nn.Module) and shows_memory(value, shown[id(value)]):
-            found.append(InPlace(key, value, strict, shown[id(value)]))
+            names = ParamNames(owner.module, "checkpoint", flats, owner.params, owner.has_plain_names)
+            found.append(OptimizerEntry(key, value, names, strict))
+        elif isinstance(value, nn.Module) and states[id(value)].shows_memory:
+            found.append(InPlace(key, states[id(value)], strict))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             found.append(Stateful(key, value, strict))
         else:
@@ -219,37 +242,74 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     return found
 
 
-def sharded_state(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict with sharded parameters, also after ``unshard()`` and after a forward that was interrupted."""
-    units = units_of_parameters(module)
-    for context in contexts_of(units):
-        if context.forwards and not is_running(context):
-            recover_context(context)
-    # Units in use stay as they are: inside `summon_full_params` the state dict has their full parameters.
-    check_has_memory([unit.handle for unit in units if not unit.claims.in_use], "checkpoint")
-    found: dict[str, Any] = module.state_dict()
-    return found
+class ModuleState:
+    """The state dict of a module, with sharded parameters, and the names of its parameters.
+
+    They are also found after ``unshard()`` and after a forward that was interrupted.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.units = module, units_of_parameters(module)
+        for context in contexts_of(self.units):
+            if context.forwards and not is_running(context):
+                recover_context(context)
+        # Units in use stay as they are: inside `summon_full_params` the state dict has their full parameters.
+        check_has_memory([unit.handle for unit in self.units if not unit.claims.in_use], "checkpoint")
+        self.values: dict[str, Any] = module.state_dict()
+        self._modules: list[tuple[str, nn.Module]] = []  # under all of their names
+        _add_modules(module, "", self._modules)
+        self.params = [
+            (prefix + name, param)
+            for prefix, each in self._modules
+            for name, param in each._parameters.items()
+            if param is not None
+        ]
+
+    @property
+    def shows_memory(self) -> bool:
+        """Whether reading into the tensors of the state dict loads the module."""
+        if any(map(_class_loads_itself, {type(m) for _, m in self._modules})):
+            return False
+        if any([m._load_state_dict_post_hooks or translates(m) for _, m in self._modules]):
+            return False
+        buffers = [each for _, m in self._modules for each in m._buffers.values() if each is not None]
+        own = {_memory(t) for t in (*[param for _, param in self.params], *buffers)}
+        return all(
+            [
+                isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta
+                for v in self.values.values()
+            ]
+        )
+
+    def has_parameters_of(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` steps nothing but parameters and flat parameters of the module."""
+        left = {id(param) for param in params_of(optimizer)} - {id(param) for _, param in self.params}
+        inside = [unit for _, m in self._modules if (unit := unit_of(m)) is not None] if left else []
+        return left <= {id(flat.shard_param) for unit in inside for flat in unit.handle.flats}
+
+    @property
+    def has_plain_names(self) -> bool:
+        """Whether the state dict has the parameters under the names of modules, as no hook or class changes names."""
+        return all(map(has_plain_names, [m for _, m in self._modules]))
 
 
-def shows_memory(module: nn.Module, state: dict[str, Any]) -> bool:
-    """Return whether reading into the tensors of ``state`` loads ``module``."""
-    own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
-    return not any(map(_loads_itself, module.modules())) and all(
-        isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta for v in state.values()
-    )
+def _add_modules(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
+    found.append((prefix, module))
+    for name, child in module._modules.items():
+        if child is not None:
+            _add_modules(child, f"{prefix}{name}.", found)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, ShardedValue):
+    if type(tensor) is ShardedValue:
         tensor = tensor.to_local()
-    return None if TensorSubclass.of(tensor) is not None else tensor.untyped_storage().data_ptr() or None
+    is_plain = type(tensor) in (torch.Tensor, ShardedParameter)
+    return None if not is_plain and is_wrapper(tensor) else tensor.untyped_storage().data_ptr() or None
 
 
-def _loads_itself(module: nn.Module) -> bool:
-    """Return whether a module has code or hooks of its own for loading."""
-    own = [type(module).load_state_dict, type(module).set_extra_state]
-    overrides = any(not f.__module__.startswith("torch.nn.") for f in own)
-    return overrides or bool(module._load_state_dict_post_hooks) or translates(module)
+def _class_loads_itself(kind: type[nn.Module]) -> bool:
+    """Return whether a class of modules has code of its own for loading."""
+    return any(not f.__module__.startswith("torch.nn.") for f in (kind.load_state_dict, kind.set_extra_state))
 
 
 def copied(value: Any, device: str | None = None) -> Any:

@@ -29,7 +29,7 @@ from flatshard._comm.process_groups import default_group, membership
 from flatshard._composable.find import units_below
 from flatshard.checkpoint._barrier import Barrier, RankError, patience
 from flatshard.checkpoint._disk import ByteCount, Report
-from flatshard.checkpoint._entries import Entry, Undo, copied, entries
+from flatshard.checkpoint._entries import Entry, Undo, ValuePath, copied, entries
 from flatshard.checkpoint._gathering import check_one_value
 from flatshard.checkpoint._location import Folder, Location, NewCheckpoint, locate
 
@@ -422,17 +422,17 @@ class _Loading:
         names = metadata.state_dict_metadata
         self._entries = {entry.key: entry for entry in entries(state, self._strict)}
         self._loaded = {key: entry.template(names) for key, entry in self._entries.items()}
+        in_place, values, paths = dict[str, Any](), dict[str, Any](), dict[str, ValuePath]()
+        for key, entry in self._entries.items():
+            in_place |= entry.in_place
+            found = entry.flat(self._loaded[key])
+            values, paths = values | found[0], paths | found[1]
         elsewhere = tuple(prefix for entry in self._entries.values() for prefix in entry.elsewhere)
-        expected = [n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)]
-        now, self._later = self._files.plan(
-            self._reader,
-            self._loaded,
-            self._strict,
-            expected,
-            lambda path: self._entries[path[0]].is_in_place(path[1:]),
-        )
-        self._reader.check([*now, *self._later])
-        self._reader.read(now)
+        expected = [n for n in names if n.partition(".")[0] in state and not (elsewhere and n.startswith(elsewhere))]
+        pieces = self._files.plan(self._reader, values | in_place, self._loaded, paths, self._strict, expected)
+        self._later = [piece for piece in pieces if piece.entry.fqn in in_place]
+        self._reader.check(pieces)
+        self._reader.read([piece for piece in pieces if piece.entry.fqn not in in_place])
         for key, entry in self._entries.items():
             entry.check(self._loaded[key])
         return self._reader.digest

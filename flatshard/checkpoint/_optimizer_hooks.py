@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 
 from flatshard._base.optimizers import params_of, steps_whole
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape
-from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, count_keys, keep_own_shards, own_shards
+from flatshard.checkpoint._optimizer_names import (
+    ParamNames,
+    SteppedParam,
+    count_keys,
+    keep_own_shards,
+    needs_own_shards,
+    own_shards,
+)
 from flatshard.checkpoint._optimizer_state import OptimizerState
 from flatshard.checkpoint._standard_helpers import Request, request
 from flatshard.checkpoint._state_dict import idle_flats
@@ -98,8 +105,9 @@ def _with_own_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
         return None
     state = dict(state_dict["state"])
     loaded = {key: param for key, param in zip(keys, params, strict=True) if key in state}
+    sharded = {key: param for key, param in loaded.items() if isinstance(param, ShardedParameter)}
+    if not any([needs_own_shards(param, state[key]) for key, param in sharded.items()]):
+        return None
     counts = count_keys((full_shape(param), state[key]) for key, param in loaded.items())
-    for key, param in loaded.items():
-        if isinstance(param, ShardedParameter):
-            state[key] = own_shards(param, state[key], counts)
+    state.update({key: own_shards(param, state[key], counts) for key, param in sharded.items()})
     return {**state_dict, "state": state}

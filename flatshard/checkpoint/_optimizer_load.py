@@ -156,7 +156,7 @@ class _Load:
         self.values: State = {names.aliases.get(fqn, fqn): values for fqn, values in state["state"].items()}
         self.options: dict[str, Group] = {}
         for group in state["param_groups"]:
-            self.options.update((names.aliases.get(fqn, fqn), options_of(group)) for fqn in group["params"])
+            self.options |= dict.fromkeys([names.aliases.get(fqn, fqn) for fqn in group["params"]], options_of(group))
         self.counts = count_keys((param.shape, self.values.get(param.fqn, {})) for param in stepped)
 
     def check_names(self, stepped: list[SteppedParam]) -> None:
@@ -171,7 +171,7 @@ class _Load:
         """Return the argument of ``optimizer.load_state_dict``."""
         state: dict[int, dict[str, Any]] = {}
         groups: list[Group] = []
-        number = 0
+        number, needs_full = 0, steps_whole(optimizer)
         for given in optimizer.param_groups:
             held = [self.names.find(stepped) for stepped in given["params"]]
             ids = range(number, number + len(held))
@@ -180,8 +180,8 @@ class _Load:
             groups.append({**given, **options, "params": list(ids)})  # optimizers.py, [Note: Options of groups]
             for i, stepped, params in zip(ids, given["params"], held, strict=True):
                 saved = [param for param in params if param.fqn in self.values]
-                if saved and not steps_elsewhere(optimizer, stepped):
-                    shards = {param.fqn: self._shards(param, steps_whole(optimizer)) for param in saved}
+                if saved and not (needs_full and steps_elsewhere(optimizer, stepped)):
+                    shards = {param.fqn: self._shards(param, needs_full) for param in saved}
                     state[i] = self._join(stepped, shards, saved)
         return {"state": state, "param_groups": groups}
 
@@ -189,7 +189,7 @@ class _Load:
         """Return the options that the parameters of one group were saved with."""
         saved = {param.fqn: self.options[param.fqn] for param in params if param.fqn in self.options}
         first: Group = next(iter(saved.values()), {})
-        if odd := [fqn for fqn, options in saved.items() if options != first]:
+        if odd := [fqn for fqn, options in saved.items() if options is not first and options != first]:
             self.problems.append(
                 f"one group here, saved with other options than the first of it: {', '.join(map(repr, odd))}"
             )

@@ -36,7 +36,6 @@ from flatshard._base.optimizers import (
     steps_elsewhere,
     steps_whole,
 )
-from flatshard._composable.find import units_below
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
@@ -54,7 +53,7 @@ from flatshard.checkpoint._state_dict import Flat
 BY_EACH_RANK = "Save optimizer.state_dict() by each rank, and load it on the same rank of as many"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SteppedParam:
     """A parameter that an optimizer steps, alone or inside of a flat parameter."""
 
@@ -72,7 +71,7 @@ class SteppedParam:
     def info(self) -> ShardInfo | None:
         return shard_info(self.param)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the unsharded parameter."""
         if self.info is None or self.info.parallel is None:
@@ -80,13 +79,22 @@ class SteppedParam:
         return tuple(self.info.parallel.shape)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the parameter is no tensor subclass, and no DTensor."""
+        return self.info is None or self.info.wrapping is None
+
+    @property
     def is_full(self) -> bool:
         """Whether this rank has all elements of the parameter, as every other has."""
         return self.info is None or self.info.is_full
 
+    @cached_property
+    def _stepped_shape(self) -> torch.Size:
+        return self.stepped.shape
+
     def piece(self, value: torch.Tensor) -> torch.Tensor | None:
         """Return the elements of ``value`` that are for ``param``, or None if it has another shape than ``stepped``."""
-        if value.shape != self.stepped.shape:
+        if value.shape != self._stepped_shape:
             return None
         if self.place is None:
             return value
@@ -131,6 +139,8 @@ class SteppedParam:
         Raises:
             NotImplementedError: with ``strict``, the value has a shape of its own, or tensors inside.
         """
+        if type(value) is torch.Tensor and self.place is None and value.shape == self._stepped_shape:  # most are
+            return sharded_value(value.detach(), self.param)
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedValue):
             return value
         if strict and not self.is_full and is_wrapper(value):
@@ -144,7 +154,7 @@ class SteppedParam:
         if strict and value.dim() and self.info is not None:
             raise NotImplementedError(
                 f"the optimizer's state {key!r} of {self.fqn!r} has shape {tuple(value.shape)}, the parameter has "
-                f"{tuple(self.stepped.shape)} here: how it is sharded is known to the optimizer alone. Save "
+                f"{tuple(self._stepped_shape)} here: how it is sharded is known to the optimizer alone. Save "
                 "optimizer.state_dict() by each rank"
             )
         return value
@@ -157,23 +167,37 @@ class ParamNames:
     no state dict has its name in ``named_parameters()``. Of several names the first is used; the others are ``aliases``.
     """
 
-    def __init__(self, module: nn.Module, verb: str, flats: list[Flat]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        verb: str,
+        flats: list[Flat],
+        params: list[tuple[str, nn.Parameter]] | None = None,
+        has_plain_names: bool = False,
+    ) -> None:
         """
         Args:
             module: the module that optimizers step.
             verb: the caller, for errors.
             flats: ``module``'s, by ``idle_flats``.
+            params: its parameters, under all of their names, if the caller has listed them.
+            has_plain_names: whether state dicts have the same names.
         """
         self.verb, self.kind, self.flats = verb, type(module).__name__, flats
         self.aliases: dict[str, str] = {}  # each name to the first name of its parameter
         self._names: dict[int, str] = {}
-        listed = [(name, id(p)) for name, p in module.named_parameters(remove_duplicate=False)]
-        params = {key for _, key in listed}
-        saved = [(name, id(value)) for name, value in module.state_dict(keep_vars=True).items() if id(value) in params]
-        for name, key in [*saved, *listed]:
+        params = [*module.named_parameters(remove_duplicate=False)] if params is None else params
+        listed = [(name, id(p)) for name, p in params]
+        saved = listed
+        if not has_plain_names:
+            known = {key for _, key in listed}
+            values = module.state_dict(keep_vars=True).items()
+            saved = [(name, id(value)) for name, value in values if id(value) in known]
+        for name, key in dict.fromkeys([*saved, *listed]):
             self.aliases[name] = self._names.setdefault(key, name)
         self.params = [self._names[key] for key in dict.fromkeys(key for _, key in listed)]
         self._flats = {id(flat.shard_param): flat for _, flat in flats}
+        self._found: dict[int, list[SteppedParam]] = {}  # by the id of what is stepped, which they keep alive
 
     def find(self, stepped: nn.Parameter) -> list[SteppedParam]:
         """Return the module's parameters in one parameter of an optimizer.
@@ -181,11 +205,12 @@ class ParamNames:
         Raises:
             ValueError: the module has no such parameter.
         """
-        flat = self._flats.get(id(stepped))
-        if flat is None:
-            return [SteppedParam(self._name(stepped), stepped, stepped)]
-        places = [slice(part.start, part.stop) for part in flat.slices]
-        return [SteppedParam(self._name(p), p, stepped, at) for p, at in zip(flat.params, places, strict=True)]
+        if (key := id(stepped)) not in self._found:
+            held: list[tuple[nn.Parameter, slice | None]] = [(stepped, None)]
+            if (flat := self._flats.get(key)) is not None:
+                held = [(p, slice(s.start, s.stop)) for p, s in zip(flat.params, flat.slices, strict=True)]
+            self._found[key] = [SteppedParam(self._name(param), param, stepped, place) for param, place in held]
+        return self._found[key]
 
     def find_all(self, optimizer: Optimizer) -> list[SteppedParam]:
         """Return the module's parameters that ``optimizer`` steps, in the order of its groups."""
@@ -193,6 +218,8 @@ class ParamNames:
 
     def names_elsewhere(self, optimizer: Optimizer) -> set[str]:
         """Return the names of parameters whose state is on another rank."""
+        if not steps_whole(optimizer):
+            return set()
         return {param.fqn for param in self.find_all(optimizer) if steps_elsewhere(optimizer, param.stepped)}
 
     def _name(self, param: nn.Parameter) -> str:
@@ -202,13 +229,6 @@ class ParamNames:
                 "Pass the module that its parameters come from; with DTensors, build the optimizer after fully_shard"
             )
         return self._names[id(param)]
-
-
-def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` steps nothing but parameters and flat parameters of ``module``."""
-    own = {id(p) for p in module.parameters()}
-    own.update(id(flat.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
-    return all(id(param) in own for param in params_of(optimizer))
 
 
 # -- the tensors inside of quantised state ------------------------------------------------------------------------------
@@ -318,8 +338,20 @@ def count_keys(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> s
     found = {"step"}
     for shape, state in states:
         if shape:
-            found.update(key for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim())
+            found |= {k for k, v in state.items() if k not in found and isinstance(v, torch.Tensor) and not v.ndim}
     return found
+
+
+def needs_own_shards(param: ShardedParameter, state: Mapping[str, Any]) -> bool:
+    """Return whether ``own_shards`` may change ``state``, which seldom has other values than this rank's shards."""
+    own, info = param.shape, param._flatshard_info
+    for value in state.values():
+        if type(value) is torch.Tensor:
+            if value.shape != own and (value.shape == info.shape or info.wrapping is not None):
+                return True
+        elif isinstance(value, torch.Tensor):
+            return True
+    return False
 
 
 def own_shards(param: ShardedParameter, state: dict[str, Any], counts: set[str]) -> dict[str, Any]:
@@ -351,11 +383,12 @@ def keep_own_shards(optimizer: Optimizer) -> None:
         ValueError: a value is another rank's. Nothing is changed.
     """
     if not steps_whole(optimizer):
-        held = {p: state for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)}
-        counts = count_keys((full_shape(p), state) for p, state in held.items())
-        found = {p: own_shards(p, state, counts) for p, state in held.items()}
-        for param, shards in found.items():
-            optimizer.state[param].update(shards)
+        held = [(p, state) for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)]
+        if any([needs_own_shards(p, state) for p, state in held]):
+            counts = count_keys((full_shape(p), state) for p, state in held)
+            found = [own_shards(p, state, counts) for p, state in held]
+            for (_, state), shards in zip(held, found, strict=True):
+                state.update(shards)
 
 
 def rekey_optim_state_dict(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:

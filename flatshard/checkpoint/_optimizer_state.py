@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import (
@@ -130,20 +129,20 @@ class OptimizerState:
         shows_first = for_load is True or (saved is not None and not saved.groups)
         for optimizer in as_list(optimizers):
             keep_own_shards(optimizer)
-            quantised = Quantised(optimizer) if inside else None
+            quantised, is_owners = Quantised(optimizer) if inside else None, steps_whole(optimizer)
             for group in optimizer.param_groups:
                 made = first_options(optimizer, group) if shows_first else {}
-                held = {stepped: names.find(stepped) for stepped in group["params"]}
-                fqns = [param.fqn for params in held.values() for param in params]
+                held = [(stepped, names.find(stepped)) for stepped in group["params"]]
+                fqns = [param.fqn for _, params in held for param in params]
                 state.groups.append({"params": fqns, **made, **options_of(group)})
-                for stepped, params in held.items():
+                for stepped, params in held:
                     memory = optimizer.state.get(stepped, {})
-                    wanted = (p.param.requires_grad if saved is None else p.fqn in saved.params for p in params)
-                    if for_load is not False and not memory and any(wanted) and not steps_elsewhere(optimizer, stepped):
-                        memory = first_state(optimizer, group, stepped)
+                    if not memory and for_load is not False and not steps_elsewhere(optimizer, stepped):
+                        wanted = (p.param.requires_grad if saved is None else p.fqn in saved.params for p in params)
+                        memory = first_state(optimizer, group, stepped) if any(wanted) else memory
                     for param in params:
                         inner = {} if quantised is None else quantised.as_saved(param, group, memory)
-                        state.rows.append(Row(param, memory, _values(optimizer, param, memory, inner, saved)))
+                        state.rows.append(Row(param, memory, _values(param, memory, inner, saved, is_owners)))
         if saved is not None and saved.groups:
             state.groups = saved.fill_groups(state.groups)
         return state
@@ -151,9 +150,9 @@ class OptimizerState:
     def to_dict(self) -> dict[str, Any]:
         """Return the state dict, with sharded values, as ``torch.distributed.checkpoint`` takes it."""
         state = {
-            row.param.fqn: {key: row.param.as_owned(key, value) for key, value in row.values.items()}
-            for row in self.rows
-            if row.values
+            param.fqn: values if param.is_plain else {key: param.as_owned(key, v) for key, v in values.items()}
+            for param, _, values in self.rows
+            if values
         }
         return {"state": state, "param_groups": self.groups}
 
@@ -185,17 +184,21 @@ class OptimizerState:
 
 
 def _values(
-    optimizer: Optimizer,
     param: SteppedParam,
     memory: dict[str, Any],
     inner: dict[str, dict[str, Any]],
     saved: SavedKeys | None,
+    is_owners: bool,
 ) -> dict[str, Any]:
     """Return the state of ``param`` as state dicts hold it: of ``saved`` keys, or of all.
 
-    ``inner``: the tensors inside of quantised values.
+    Args:
+        param: the parameter.
+        memory: the state that the optimizer has.
+        inner: the tensors inside of quantised values.
+        saved: the keys of the checkpoint to load, or None.
+        is_owners: whether the rank that steps the parameter has all of its state.
     """
-    is_owners = steps_whole(optimizer)
     found = {}
     for key, value in memory.items():
         if saved is not None and f"{param.fqn}.{key}" not in (saved.params if key in inner else saved.values):
@@ -379,7 +382,10 @@ class SavedKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         """``keys``: a mapping to metadata, or the keys alone."""
         kinds: dict[str, Any] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
-        self.values = {key[at.end() :] for key in kinds for at in re.finditer(r"state\.", key)}
+        self.values: set[str] = set()
+        for key in kinds:
+            _, *rest = key.split("state.")
+            self.values.update(rest if len(rest) == 1 else ("state.".join(rest[i:]) for i in range(len(rest))))
         # Groups of one optimizer; with several, nobody knows whose are asked for.
         optimizers = [key.removesuffix("0.params") for key in kinds if f".{key}".endswith(".param_groups.0.params")]
         start = optimizers[0] if len(optimizers) == 1 else None

@@ -14,16 +14,16 @@ import functools
 import hashlib
 import io
 import math
+import operator
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader as TorchReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
@@ -32,17 +32,18 @@ from torch.futures import Future
 
 from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
-from flatshard.checkpoint._container import BLOCK, checksums, memory_of
+from flatshard.checkpoint._container import BLOCK, checksums, checksums_of, memory_of, plain_value
+from flatshard.checkpoint._entries import ValuePath
 from flatshard.checkpoint._location import Folder, OpenFile, locate
 from flatshard.checkpoint._metadata import Body, body_of, read_metadata
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
 
-ValuePath = tuple[Any, ...]
-"""The keys that lead to a value in nested dicts and lists."""
 Target = Callable[[], torch.Tensor]
 """Returns a view of the tensor to fill, when it is filled."""
 Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and lengths in a tensor."""
+EntryKey = tuple[str, Sequence[int] | None]
+"""The name of a value, and the offsets of the entry in it, or None for a value that is no tensor."""
 
 _SHARE = 16 * BLOCK  # bytes for one thread at a time, and the most that a span may have
 _GAP = 4096  # bytes between two spans that are mapped together
@@ -70,11 +71,6 @@ class EntryPiece(NamedTuple):
     region: Region | None  # of the entry, or None for all of it
     target: Target | None  # None for a value that is no tensor
     done: Callable[[Any], object]  # called with the tensor when it is filled, or with a stream
-
-    @property
-    def end(self) -> int:
-        """The end of the entry in the file."""
-        return int(self.info.offset + self.info.length)
 
     def fits_memory(self, target: torch.Tensor) -> bool:
         """Return whether the bytes can be read directly to the memory of ``target``."""
@@ -111,6 +107,9 @@ class FileSystemReader(TorchReader):
         self.folder: Folder
         super().__init__(path)
         self.folder = locate(path, "FileSystemReader").folder()  # torch makes a `Path` of URLs
+        self._infos: dict[
+            EntryKey, tuple[MetadataIndex, Any]
+        ] = {}  # where entries are: torch's records by plain tuples
         self.progress: disk.ByteCount | None = None
         self.digest = ""  # of the metadata: the same on all ranks that load one checkpoint
         self.metadata: Metadata
@@ -140,8 +139,14 @@ class FileSystemReader(TorchReader):
             if version is None:
                 raise FileNotFoundError(f"{str(self.path)!r} is no checkpoint: it has no {disk.METADATA}")
             data = bytes(read_bytes(file, 0, version[0]))
-        self.metadata, self.digest = read_metadata(data), hashlib.blake2b(data, digest_size=16).hexdigest()
-        return self.metadata
+        return self._adopt(read_metadata(data), hashlib.blake2b(data, digest_size=16).hexdigest())
+
+    def _adopt(self, metadata: Metadata, digest: str) -> Metadata:
+        """Take over the metadata that was read."""
+        self.metadata, self.digest = metadata, digest
+        # Torch's keys are hashed and compared by Python code, so a lookup would take as long as ten of these.
+        self._infos = {(index.fqn, index.offset): (index, info) for index, info in metadata.storage_data.items()}
+        return metadata
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """See torch.
@@ -152,11 +157,11 @@ class FileSystemReader(TorchReader):
         pieces = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                pieces.append(self.piece(item.storage_index, None, functools.partial(planner.load_bytes, item)))
+                pieces.append(self.piece(_key(item.storage_index), None, functools.partial(planner.load_bytes, item)))
             else:
                 target, done = (functools.partial(f, item) for f in (planner.resolve_tensor, planner.commit_tensor))
                 region = item.storage_offsets, item.lengths
-                pieces.append(self.piece(item.storage_index, target, done, region))
+                pieces.append(self.piece(_key(item.storage_index), target, done, region))
         self.check(pieces)
         self.read(pieces)
         future: Future[None] = Future()
@@ -167,7 +172,7 @@ class FileSystemReader(TorchReader):
 
     def piece(
         self,
-        index: MetadataIndex,
+        key: EntryKey,
         target: Target | None,
         done: Callable[[Any], object],
         region: Region | None = None,
@@ -177,9 +182,9 @@ class FileSystemReader(TorchReader):
         Raises:
             ValueError: the metadata does not say where the entry is, or has too few bytes for its shape.
         """
-        info = self.metadata.storage_data.get(index)
-        if info is None:
-            raise ValueError(f"the checkpoint does not say where {_describe(index)} is")
+        if key not in self._infos:
+            raise ValueError(f"the checkpoint does not say where {_describe(MetadataIndex(*key))} is")
+        index, info = self._infos[key]
         body = body_of(info)
         if body is None or body.stride is None:
             return EntryPiece(index, info, body, info.offset, info.length, None, region, target, done)
@@ -205,8 +210,8 @@ class FileSystemReader(TorchReader):
         by_file = self._check_files(pieces)
         summed = {file: _summed(found) if self._verify else [] for file, found in by_file.items()}
         if self.progress is not None:
-            verified = sum(each.nbytes for of_file in summed.values() for each in of_file)
-            self.progress.total = verified + sum(piece.nbytes for piece in pieces if piece.target is not None)
+            verified = sum([each.nbytes for of_file in summed.values() for each in of_file])
+            self.progress.total = verified + sum([piece.nbytes for piece in pieces if piece.target is not None])
         wrong = [text for file, found in by_file.items() for text in self._damaged(file, found, summed[file])]
         self.check_same()
         if wrong:
@@ -217,7 +222,7 @@ class FileSystemReader(TorchReader):
         wrong = []
         by_file = _by_file(pieces)
         for name, found in by_file.items():
-            end = max(piece.end for piece in found)
+            end = max([piece.info.offset + piece.info.length for piece in found])
             version = self._versions[name] = self.folder.version(name)
             if version is None or version[0] < end:
                 has = "missing" if version is None else f"{version[0]} of at least {end} bytes"
@@ -264,7 +269,8 @@ class FileSystemReader(TorchReader):
             if piece.target is None:
                 piece.done(io.BytesIO(read_bytes(file, piece.start, piece.nbytes)))
                 continue
-            target = piece.target().detach()
+            target = piece.target()
+            target = target.detach() if target.requires_grad else target
             if piece.dtype is None:
                 target.copy_(_load(file, piece))
                 self._count(piece.nbytes)
@@ -306,6 +312,10 @@ def _by_file(pieces: Iterable[EntryPiece]) -> dict[str, list[EntryPiece]]:
     return found
 
 
+def _key(index: MetadataIndex) -> EntryKey:
+    return index.fqn, index.offset
+
+
 def _describe(index: MetadataIndex) -> str:
     return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
 
@@ -318,15 +328,23 @@ def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
         if piece.body is not None:
             inside = piece.start - piece.body.start
             first, stop = inside // BLOCK, -(-(inside + piece.nbytes) // BLOCK)
-            before = touched.get(piece.body.start, (first, stop, piece))
-            touched[piece.body.start] = min(first, before[0]), max(stop, before[1]), piece
+            if (start := piece.body.start) not in touched:
+                touched[start] = first, stop, piece
+            else:
+                before = touched[start]
+                touched[start] = min(first, before[0]), max(stop, before[1]), piece
     spans, step = [], _SHARE // BLOCK
     for start, (first, stop, piece) in touched.items():
         assert piece.body is not None
+        body = piece.body
+        if body.nbytes <= BLOCK:
+            if stop:
+                spans.append(FileSpan(start, body.nbytes, None, body.sums, piece.entry))
+            continue
         for i in range(first, stop, step):
             end = min(i + step, stop)
-            nbytes = min(end * BLOCK, piece.body.nbytes) - i * BLOCK
-            spans.append(FileSpan(start + i * BLOCK, nbytes, None, piece.body.sums[8 * i : 8 * end], piece.entry))
+            nbytes = min(end * BLOCK, body.nbytes) - i * BLOCK
+            spans.append(FileSpan(start + i * BLOCK, nbytes, None, body.sums[8 * i : 8 * end], piece.entry))
     return spans
 
 
@@ -337,7 +355,7 @@ def read_spans(file: OpenFile, spans: Iterable[FileSpan], count: Callable[[int],
     """
     shares: list[list[FileSpan]] = []
     room = 0
-    for span in sorted(spans, key=lambda span: span.start):
+    for span in sorted(spans, key=operator.itemgetter(0)):
         if room <= 0:
             shares.append([])
             room = _SHARE
@@ -349,7 +367,7 @@ def read_spans(file: OpenFile, spans: Iterable[FileSpan], count: Callable[[int],
     with contextlib.ExitStack() as stack:
         done = stack.enter_context(ThreadPoolExecutor(threads)).map(read, shares) if threads > 1 else map(read, shares)
         for share, found in zip(shares, done, strict=True):
-            count(sum(span.nbytes for span in share))
+            count(sum([span.nbytes for span in share]))
             wrong += found
     return wrong
 
@@ -362,7 +380,8 @@ def _read_share(file: OpenFile, share: list[FileSpan]) -> list[FileSpan]:
     for run in _runs([span for span in share if span.place is None]):
         start = run[0].start
         if (seen := file.mapped(start, run[-1].start + run[-1].nbytes - start)) is not None:
-            wrong += [s for s in run if checksums(seen[s.start - start :][: s.nbytes]) != s.sums]
+            found = checksums_of([seen[s.start - start : s.start - start + s.nbytes] for s in run])
+            wrong += [s for s, sums in zip(run, found, strict=True) if sums != s.sums]
         else:
             wrong += _read_wrong(file, run)
     return wrong
@@ -420,44 +439,44 @@ def read_bytes(file: OpenFile, start: int, nbytes: int) -> bytearray:
 
 def plan(
     reader: FileSystemReader,
+    values: Mapping[str, Any],
     state: dict[str, Any],
+    paths: Mapping[str, ValuePath],
     strict: bool,
     expected: Iterable[str],
-    is_later: Callable[[ValuePath], bool],
-) -> tuple[list[EntryPiece], list[EntryPiece]]:
-    """Return the pieces to read now, and those to read later, to fill ``state``.
+) -> list[EntryPiece]:
+    """Return the pieces to read, to fill ``values``.
 
     Args:
         reader: has read the metadata.
-        state: values that are no tensors are replaced as they are read.
-        strict: require that ``state`` has all ``expected`` names, and no others.
+        values: by their names in the checkpoint.
+        state: nested dicts and lists, in which values that are no tensors are replaced as they are read.
+        paths: to these values, by their names.
+        strict: require that ``values`` has all ``expected`` names, and no others.
         expected: the names in the checkpoint to load.
-        is_later: whether a value is read later, by its path in ``state``.
 
     Raises:
         ValueError: with all names that, if ``strict``, are missing or unexpected; that have another shape, kind or dtype in
             the checkpoint; that overlap or are incomplete there.
     """
     saved = reader.metadata.state_dict_metadata
-    values, paths = flatten_state_dict(state)
-    now: list[EntryPiece] = []
-    later: list[EntryPiece] = []
+    pieces: list[EntryPiece] = []
     wrong: list[str] = []
     for name, value in values.items():
-        kind, pieces = saved.get(name), later if is_later(paths[name]) else now
+        kind = saved.get(name)
         if isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
             try:
                 sources = _sources(name, value, kind)
             except ValueError as e:
                 wrong.append(f"{name!r} {e}")
             else:
-                pieces += [reader.piece(index, target, _nothing, region) for index, target, region in sources]
+                pieces += [reader.piece(key, target, _nothing, region) for key, target, region in sources]
         elif isinstance(value, torch.Tensor) and kind is not None:
             wrong.append(f"{name!r} is a tensor here, and none in the checkpoint")
         elif isinstance(kind, TensorStorageMetadata):
             wrong.append(f"{name!r} is a tensor in the checkpoint, and a {type(value).__name__} here")
         elif kind is not None:
-            pieces.append(reader.piece(MetadataIndex(name), None, functools.partial(_put, state, paths[name], name)))
+            pieces.append(reader.piece((name, None), None, functools.partial(_put, state, paths[name], name)))
     if strict and (missing := [n for n in values if n not in saved]):
         keys = dict.fromkeys(n.partition(".")[0] for n in saved)
         # A whole module or optimizer that was not saved is named once, with what was.
@@ -470,15 +489,18 @@ def plan(
         wrong.append(f"in the checkpoint only: {name_list(unexpected, 50)}")
     if wrong:
         raise ValueError("; ".join(wrong))
-    return now, later
+    return pieces
 
 
 def _put(state: Any, path: ValuePath, name: str, stream: io.BytesIO) -> None:
     """Put a value that is no tensor at ``path`` in ``state``. Unlike torch's, this executes nothing."""
     try:
-        found = torch.load(stream, weights_only=True)
-    except pickle.UnpicklingError as e:
-        raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
+        found = plain_value(stream.getvalue())
+    except Exception:
+        try:
+            found = torch.load(stream, weights_only=True)
+        except pickle.UnpicklingError as e:
+            raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
     *before, last = path
     for key in before:
         state = state[key]
@@ -489,9 +511,7 @@ def _nothing(_: object) -> None:
     pass
 
 
-def _sources(
-    name: str, tensor: torch.Tensor, saved: TensorStorageMetadata
-) -> list[tuple[MetadataIndex, Target, Region | None]]:
+def _sources(name: str, tensor: torch.Tensor, saved: TensorStorageMetadata) -> list[tuple[EntryKey, Target, Region]]:
     """Return the entries that this rank reads for ``tensor``, with their targets, and the region of each entry.
 
     Raises:
@@ -506,10 +526,10 @@ def _sources(
         raise ValueError(f"has {dtype} in the checkpoint, {tensor.dtype} here")
     if (has := sum(map(math.prod, sizes.values()))) != (numel := math.prod(saved.size)):
         raise ValueError(f"has {has} of {numel} elements in the checkpoint")
-    found: list[tuple[MetadataIndex, Target, Region | None]] = []
+    found: list[tuple[EntryKey, Target, Region]] = []
     for offsets, lengths, target in _boxes_of(name, tensor):
         if sizes.get(offsets) == lengths:  # type: ignore[call-overload]  # it was saved with the same boxes
-            found.append((MetadataIndex(name, offsets), target, ((0,) * len(lengths), lengths)))
+            found.append(((name, offsets), target, ((0,) * len(lengths), lengths)))
             continue
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
         items = create_read_items_for_chunk_list(name, saved, [chunk])
@@ -517,7 +537,7 @@ def _sources(
             raise ValueError(f"at {tuple(offsets)}: the checkpoint has {got} of {math.prod(lengths)} elements")
         for i in items:
             part = functools.partial(_region_of, target, i.dest_offsets, i.lengths)
-            found.append((i.storage_index, part, (i.storage_offsets, i.lengths)))
+            found.append((_key(i.storage_index), part, (i.storage_offsets, i.lengths)))
     return found
 
 

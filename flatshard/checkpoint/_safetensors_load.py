@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._disk import ByteCount, Report
-from flatshard.checkpoint._entries import copied, sharded_state, shows_memory
+from flatshard.checkpoint._entries import ModuleState, copied
 from flatshard.checkpoint._job import check_call, check_digests, make_barrier
 from flatshard.checkpoint._location import Location, OpenFile
 from flatshard.checkpoint._metadata import Body, place_of
@@ -130,14 +130,15 @@ class _SafetensorsLoading:
     def check(self) -> str:
         """Check everything. Return the digest of the headers, which must be the same on all ranks."""
         module, kinds = self._module, self._reader.read_metadata().state_dict_metadata
-        shown = sharded_state(module)
+        state = ModuleState(module)
+        shown = state.values
         variables = module.state_dict(keep_vars=True)
         names_of: dict[int, list[str]] = {}  # of each value, by its id: several if it is tied
         for name, value in variables.items():
             check_value(name, value, "load_safetensors")
             names_of.setdefault(id(value), []).append(name)
         read = [next((n for n in names if n in kinds), None) for names in names_of.values()]
-        self._in_place = shows_memory(module, shown)
+        self._in_place = state.shows_memory
         self._state = {n: shown[n] if self._in_place else copied(shown[n]) for n in read if n is not None}
         self._params = [v for n in self._state if isinstance(v := variables[n], nn.Parameter)]
         problems = [
@@ -151,7 +152,7 @@ class _SafetensorsLoading:
             problems += [f"not in the files: {name_list(self.missing, 50)}"] if self.missing else []
             problems += [f"in the files only: {name_list(unexpected, 50)}"] if unexpected else []
         try:
-            _, self._pieces = plan(self._reader, self._state, False, (), lambda path: True)
+            self._pieces = plan(self._reader, self._state, {}, {}, False, ())
         except ValueError as e:
             problems.append(str(e))
         if problems:
@@ -196,11 +197,11 @@ class _LinkedFolder(disk.Folder):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._found: dict[str, Path] = {}
+        self._found: dict[str, str] = {}
 
-    def _inside(self, name: str) -> Path:
+    def _inside(self, name: str) -> str:
         if name not in self._found:
-            self._found[name] = self._resolved(name)
+            self._found[name] = str(self._resolved(name))
         return self._found[name]
 
     def _resolved(self, name: str) -> Path:
@@ -239,8 +240,7 @@ class SafetensorsReader(FileSystemReader):
                 tensors[tensor.name] = tensor
         if lost := [n for n, each in index.items() if n not in tensors or tensors[n].file != each]:
             raise ValueError(f"the index {file!r} names {name_list(lost)}, not in the files that it says")
-        self.metadata, self.digest = self._placed(tensors.values()), self._hash.hexdigest()
-        return self.metadata
+        return self._adopt(self._placed(tensors.values()), self._hash.hexdigest())
 
     def _read_index(self, file: str) -> dict[str, str]:
         with self._open(file) as opened:

@@ -350,7 +350,7 @@ _known_part = functools.lru_cache(maxsize=2**16)(Part)  # a load asks several ti
 
 def part_of(info: ShardInfo) -> Part:
     """Return the place of a sharded parameter in the full one."""
-    if info.parallel is None:
+    if info.wrapping is None or info.parallel is None:
         origin = (0,) * len(info.shape)
         return _known_part(info.shape, info.shape, origin, info.stride, info.start, info.stop, info.is_copy)
     # Private, but torch has nothing else that computes the place of a DTensor's local tensor.
@@ -368,7 +368,7 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     info: ShardInfo | None = getattr(param, "_flatshard_info", None)
     if info is None or (info.runtime is None and info.is_full and info.parallel is None):
         return tensor
-    local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
+    local = tensor if tensor.ndim == 1 else info.in_memory_order(tensor)
     flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
     origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
     # The part is found when somebody asks: of a plain parameter it follows from `info`.

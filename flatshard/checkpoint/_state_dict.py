@@ -297,7 +297,11 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     Raises:
         RuntimeError: some of them are in a forward or a backward, are shown unsharded, or have no memory.
     """
-    units = units_of(module, verb)
+    return check_idle(units_of(module, verb), verb)
+
+
+def check_idle(units: list[Unit], verb: str) -> list[Flat]:
+    """Return the flat parameters of ``units``, as ``idle_flats`` does."""
     if busy := [u.fqn for u in units if u.claims.in_use]:
         raise RuntimeError(
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has full tensors. "

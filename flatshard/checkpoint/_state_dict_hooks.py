@@ -242,7 +242,14 @@ def translates(module: nn.Module) -> bool:
     if load is not nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn.modules."):
         return True
     hooks = [getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values()]
-    return any(not isinstance(getattr(h, "__self__", None), StateDictHooks) for h in hooks)
+    return any([not isinstance(getattr(h, "__self__", None), StateDictHooks) for h in hooks])
+
+
+def has_plain_names(module: nn.Module) -> bool:
+    """Return whether the state dict has the parameters of ``module`` under the names that modules have."""
+    kind, hooks = type(module), module._state_dict_hooks.values()
+    is_plain = kind.state_dict is nn.Module.state_dict and kind._save_to_state_dict is nn.Module._save_to_state_dict
+    return is_plain and all([getattr(hook, "func", None) is _after_state_dict for hook in hooks])
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -354,6 +354,8 @@ def test_sums_are_those_of_earlier_checkpoints():
     found = hashlib.sha256(b"".join(_container.checksums(data[:size]) for size in sizes)).hexdigest()
     assert found == "77dd2487a08cf49547fdb73ce22d6a6a36e264ab21401007e5de0b96bee9d41b"
     assert [_container.checksums(data[:n]).hex() for n in (4, 2**14)] == ["494c28930bb0a35a", "f43d05503bf033b2"]
+    entries = [memoryview(bytearray(data[i : i + size])) for i in range(70) for size in sizes[: 10 if i else None]]
+    assert _container.checksums_of(entries) == [_container.checksums(entry) for entry in entries]
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])

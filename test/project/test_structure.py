@@ -40,6 +40,7 @@ CORE = [package for row in PACKAGES[:4] for package in row]
 """Packages, or modules beside packages, that know no feature and no product."""
 
 INNER_IMPORTS = {
+    ("checkpoint._entries", "torch.distributed.checkpoint._nested_dict"),  # as the next line
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
     ("_composable.features.transforms", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_composable.features.transforms", "torch._C._dynamo.eval_frame"),

@@ -95,15 +95,20 @@ class GuardedParameters(Parameters):
             if Caller().lists_own:
                 return {name: self._look_full(name) for name in self}.items()
             show_shards()
-        # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
-        if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
+        # In C, because `zero_grad` calls this.
+        if self._shows_own():
             return super().items()
         shown = {name: self._look(name) for name in self}.items()
         return _with_own(shown, Caller())  # type: ignore[return-value]
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
         show_shards()
-        return {name: self._look(name) for name in self}.values()
+        return super().values() if self._shows_own() else {name: self._look(name) for name in self}.values()
+
+    def _shows_own(self) -> bool:
+        """Return whether modules show what is stored: no parameter is in ``attributes``."""
+        # Parameters that are registered as None are in `attributes`, too.
+        return not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None)))
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._look(name) if name in self else default
