@@ -153,6 +153,8 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 class Capabilities:
     """Abilities of :class:`Collectives` beyond the three methods. The defaults are those of a class with nothing else."""
 
+    exact: bool
+    """Whether ``all_gather`` delivers every shard bit for bit."""
     out_of_place: bool = False
     """Whether ``all_gather`` also accepts a shard outside of ``output``, and copies it there: this saves a copy."""
     widens: bool = False
@@ -182,6 +184,7 @@ def gathers_late(all_gather: _Method) -> _Method:
 def read_capabilities(collectives: Collectives) -> Capabilities:
     """Read the optional attributes of ``collectives``. :class:`Collectives` and ``builtin_collectives`` document them."""
     return Capabilities(
+        exact=collectives.exact,
         out_of_place=getattr(collectives, "out_of_place", False),
         widens=getattr(collectives, "widens", False),
         compared=getattr(collectives, "compared", (GATHER, REDUCE)),

@@ -36,12 +36,14 @@ class MeshRuntime(Runtime):
         """``every``: a runtime of all ranks, in the order of the note."""
         gathers_first = inner if outer.world_size == 1 else outer
         reduces_first = outer if inner.world_size == 1 else inner
-        super().__init__(every.peers, reduces_first.collectives)
-        self.monitor = None  # each axis has one of its own
-        self.is_exact = inner.is_exact and outer.is_exact
-        # The second gather reads what the first one wrote.
-        out_of_place = gathers_first.capabilities.out_of_place
-        self.capabilities = dataclasses.replace(self.capabilities, out_of_place=out_of_place, gathers_late=False)
+        capabilities = dataclasses.replace(
+            reduces_first.capabilities,
+            exact=inner.capabilities.exact and outer.capabilities.exact,
+            out_of_place=gathers_first.capabilities.out_of_place,
+            gathers_late=False,  # the second gather reads what the first one wrote
+            compared=(),  # ranks compare the collectives of each axis
+        )
+        super().__init__(every.peers, reduces_first.collectives, capabilities)
         self.inner, self.outer = inner, outer
         assert self.rank == inner.rank * outer.world_size + outer.rank
 
@@ -57,7 +59,7 @@ class MeshRuntime(Runtime):
     @property
     def exact(self) -> Runtime:
         """See ``Runtime``."""
-        return self if self.is_exact else MeshRuntime(self, self.inner.exact, self.outer.exact)
+        return self if self.capabilities.exact else MeshRuntime(self, self.inner.exact, self.outer.exact)
 
     def part(self, output: torch.Tensor) -> torch.Tensor:
         """Return the range of ``output`` that this rank has once the outer axis is gathered."""

@@ -32,6 +32,7 @@ from flatshard._comm.collectives import (
     REDUCE,
     REDUCE_SCATTER,
     Addressed,
+    Capabilities,
     Collectives,
     CollectivesFactory,
     Done,
@@ -98,15 +99,21 @@ class Runtime(RankGroup):
 
     _plain: ClassVar[weakref.WeakValueDictionary[int, Runtime]] = weakref.WeakValueDictionary()
 
-    def __init__(self, peers: Peers, collectives: Collectives | None = None) -> None:
-        """``collectives``: None for the backend's."""
+    def __init__(
+        self, peers: Peers, collectives: Collectives | None = None, capabilities: Capabilities | None = None
+    ) -> None:
+        """
+        Args:
+            peers: the ranks.
+            collectives: None for the backend's.
+            capabilities: None for those of ``collectives``.
+        """
         self.peers, self._builtin = peers, peers.builtin
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
-        self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
+        self.host, self.progress, self.streams = peers.host, peers.progress, peers.streams
         self.collectives: Collectives = collectives or self._builtin
         self._is_builtin = self.collectives is self._builtin
-        self.is_exact = self.collectives.exact  # whether a gather delivers every shard bit for bit
-        self.capabilities = read_capabilities(self.collectives)
+        self.capabilities = capabilities or read_capabilities(self.collectives)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
@@ -145,7 +152,7 @@ class Runtime(RankGroup):
     @property
     def exact(self) -> Runtime:
         """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
-        return self if self.is_exact else Runtime(self.peers)
+        return self if self.capabilities.exact else Runtime(self.peers)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -264,7 +271,7 @@ class Runtime(RankGroup):
         self, verb: str, kind: int, label: Label, for_backward: bool, start: Callable[..., Pending], *arguments: Any
     ) -> Pending:
         """Issue a collective by calling ``start`` with ``arguments``, unless ranks are out of step on this group."""
-        progress, monitor = self.progress, self.monitor
+        progress, monitor = self.progress, self.peers.monitor
         if progress is None:
             return self.issued(start(*arguments))
         if progress.unended:
@@ -278,7 +285,7 @@ class Runtime(RankGroup):
             pending = start(*arguments)
         else:
             pending = monitor.start(issued, self.capabilities, functools.partial(start, *arguments), self.streams)
-        return Awaited(pending, issued, self.peers.monitor) if self.streams is None else self.issued(pending)
+        return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""

@@ -358,7 +358,7 @@ class FlatParam:
         gather, used in place of the shard.
         """
         runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
-        if exactly and not runtime.is_exact:
+        if exactly and not runtime.capabilities.exact:
             runtime = runtime.exact
         if kept is not None:
             shard = kept

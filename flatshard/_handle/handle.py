@@ -299,7 +299,7 @@ class FlatParamHandle:
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        is_exact = exactly or runtime.is_exact  # also of kept shards: they came from the same collectives
+        is_exact = exactly or runtime.capabilities.exact  # also of kept shards: they came from the same collectives
         if memory.flats:
             if self.has_static_buffers and memory.is_blocked:
                 self._make_room()

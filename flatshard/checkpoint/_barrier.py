@@ -110,7 +110,8 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str, problem: 
     before_this, here.waiting = here.waiting, issued
 
     def look() -> None:
-        why = None if runtime.monitor is None else runtime.monitor.explain(issued)
+        monitor = runtime.peers.monitor
+        why = None if monitor is None else monitor.explain(issued)
         try:
             if why is not None:
                 raise why

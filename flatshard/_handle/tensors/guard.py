@@ -95,8 +95,8 @@ class GuardedParameters(Parameters):
             if Caller().lists_own:
                 return {name: self._look_full(name) for name in self}.items()
             show_shards()
-        # In C, because `zero_grad` calls this.
-        if self._shows_own():
+        # In C, because `zero_grad` calls this: `_shows_own`, without a call.
+        if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
             return super().items()
         shown = {name: self._look(name) for name in self}.items()
         return _with_own(shown, Caller())  # type: ignore[return-value]
