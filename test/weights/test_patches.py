@@ -15,8 +15,11 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import fully_shard
 from flatshard.checkpoint import full_state_dict
+from flatshard.checkpoint._boxes import Part
 from flatshard.weights import Patch, PatchSource, apply_patches, decode_patches
 from flatshard.weights._gaps import bits, differ
+from flatshard.weights._patches import split_changes
+from flatshard.weights._sent import PlacedPart
 
 
 def copies(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -156,3 +159,11 @@ def test_patches_that_do_not_fit(patch: Patch, why: str):
     assert not weights["w"].any()
     apply_patches(weights, [good])
     assert weights["w"].tolist() == [[0, 1, 0], [0, 0, 2]]
+
+
+def test_numbers_of_elements_have_32_bits_if_all_fit():
+    for numel, dtype in ((2**31, torch.int32), (2**31 + 1, torch.int64)):
+        last = PlacedPart(("w",), 0, Part.of_whole((numel,), (1,), numel - 2, numel))
+        ((_, _, numbers),) = split_changes([last], None, 2)
+        assert (numbers.dtype, numbers.tolist()) == (dtype, [numel - 2, numel - 1])
+    assert not [*split_changes([], None, 2)]  # of elements that have no place

@@ -13,7 +13,7 @@ import flatshard
 from flatshard import fully_shard
 from flatshard.checkpoint import full_state_dict
 from flatshard.weights._changes import apply_changed_params, iter_changed_params
-from flatshard.weights._gaps import decode_gaps, differ, encode_gaps
+from flatshard.weights._gaps import decode_gaps, differ, encode_gaps, measure_gaps
 from flatshard.weights._sent import SentParams
 
 
@@ -27,11 +27,13 @@ def test_gaps():
         (3, 259, 260, 5000): 8,
         (511, 512): 4,
         (65534, 65535 * 3): 8,
+        (70000, 70001): 6,
         tuple(range(1000, 9000, 200)): 43,
     }.items():
         gaps = encode_gaps(torch.tensor(at))
         assert gaps.nbytes == nbytes, at
         assert tuple(decode_gaps(gaps).tolist()) == at
+        assert measure_gaps(gaps) == (len(at), at[-1] + 1)
     changed = differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     assert changed.tolist() == [True, False, False]
     assert differ(torch.tensor([1j, 1, 1j]), torch.tensor([1j, 1, 2j])).tolist() == [False, False, True]
@@ -93,3 +95,5 @@ def test_what_does_not_fit(world):
         SentParams.now(SimpleNamespace(_module=model, layout=[*since.layout, []]), "iter_changed_params")
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="Call it outside"):
         list(iter_changed_params(since))
+    with pytest.raises(ValueError, match="floating-point"):
+        SentParams(model, dtype=torch.int8)

@@ -357,6 +357,21 @@ def test_what_is_lost_costs_what_was_lost_or_all(alone):
         assert not sent  # nothing is missing
 
 
+def test_a_history_has_no_room_for_any_of_several_channels(alone):
+    """Receivers with different targets get every update all the same."""
+    model = fully_shard(nn.Linear(10, 10, bias=False))
+    routes: dict[Any, Callable[[bytes], object]] = {}
+    sender = Sender(model, lambda name, message: routes[name](message), history_bytes=0)
+    for name, weights in (("all", None), ("some", [Target("weight", torch.zeros(5, 10))])):
+        receiver = Receiver(weights, lambda rank, message: sender.receive(message), name=name)
+        routes[name] = receiver.receive
+        receiver.poll()
+    change(model, 0, 0.5)
+    sender.publish()
+    assert sender.history_nbytes == 0
+    assert receiver.apply() == (1, frozenset({"weight"}))
+
+
 def test_cells_of_different_versions(alone):
     """Some cells are lost and arrive later with newer values. The other cells get the updates between."""
     model = fully_shard(nn.Linear(40, 40, bias=False))
@@ -384,7 +399,7 @@ def test_cells_of_different_versions(alone):
         assert repr(receiver) == "Receiver(0, version=None; rank 0 has not answered)"
         receiver.poll()
         assert [head["kind"] for head in heads()] == ["plan", *["cells"] * 4]
-        _, *cells = deliver(0, 1, 3)  # the second and the last of four are lost
+        _, *cells = deliver(0, 1, 3, 0)  # the second and the last of four are lost; the plan comes twice
         assert repr(receiver) == "Receiver(0, version=None; rank 0: 2 of 4 cells have not come)"
         set_all(1.0)
         set_all(0.5)  # a step of 2**7 in bits, whose direction the low half cannot tell
