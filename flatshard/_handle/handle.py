@@ -396,8 +396,9 @@ class FlatParamHandle:
                 with self.runtime.on(None if streams is None else streams.gather):
                     self.source.keep(memory.flats, forward_graph)
             if not lends:
-                # If a forward has ended, `write_back_if_changed` has seen the versions.
-                memory.free(seen=forward_graph is not None)
+                # If a forward has ended, `write_back_if_changed` has seen the versions. Nothing reads them after a backward.
+                stamp = self.stamp
+                memory.free(seen=forward_graph is not None or (stamp is not None and stamp.for_backward))
         self.state = PARAM_TRANSITIONS[self.state, verb]
         self.stamp = None
         if conversions:
