@@ -24,7 +24,7 @@ def check_clean(model: nn.Module) -> None:
         assert handle.registrations.shows is SHARDED_PARAMS, unit
         for grads in handle.gradients.flats:
             assert grads.input is None or storage_nbytes(grads.input.flat) == 0, unit
-            assert not grads._is_filling, unit
+            assert grads._moved is None, unit
             assert grads.reduction is None, unit
         for flat in handle.flats:
             if kept:

@@ -225,9 +225,7 @@ def prefetch_next(record: ForwardRecord) -> None:
 def _next(record: ForwardRecord) -> Iterable[Unit]:
     if record.unit.backward_targets is not None:
         return record.unit.backward_targets
-    before = record.previous
-    while before is not None and before.unit is record.unit:  # an earlier forward of the same unit needs no gather
-        before = before.previous
+    before = record.previous_other  # an earlier forward of the same unit needs no gather
     backward = record.unit.context.backward
     # Backward has reached `before` already if `record` is of an enclosing unit.
     if before is None or (backward is not None and before.reached_in >= backward.task):

@@ -335,7 +335,7 @@ class UnitHooks:
             assert node is not None
             way = Way(record, node.next_functions)
             for needed in self.unit.needs if is_own else ():  # a view leads to its base
-                needed.graph.ways.append(weakref.ref(way, needed.graph.ways.remove))
+                needed.graph.ways[weakref.ref(way, needed.graph.ways.pop)] = None
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
@@ -460,7 +460,8 @@ def record_forward(forward: Forward) -> ForwardRecord:
     gathered = unit.handle.stamp
     assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
     before = None if in_backward else context.latest_pass.latest
-    record = ForwardRecord(unit, before, list(map(_unit, context.forwards)), gathered.version)
+    other = before if before is None or before.unit is not unit else before.previous_other
+    record = ForwardRecord(unit, before, other, list(map(_unit, context.forwards)), gathered.version)
     forward.recorded = record
     if unit.handle.has_static_buffers:
         for needed in unit.needs:

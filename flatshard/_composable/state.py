@@ -244,7 +244,8 @@ class ForwardRecord:
     """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
     unit: Unit
-    previous: ForwardRecord | None  # in its pass: what backward gathers next. A list of steps could leak instead
+    previous: ForwardRecord | None  # in its pass. A list of steps could leak instead
+    previous_other: ForwardRecord | None  # the last one before it of another unit: what backward gathers next
     outer: Sequence[Unit]  # the units whose forwards enclosed this one, outermost first
     version: int  # of the parameters in this forward
     # The last graph task (run of the autograd engine) that reached this record. Local to this rank: autograd reaches a unit
@@ -312,7 +313,7 @@ class UnitGraph:
         self.now: UnitBackward | None = None  # None if no backward under way has gathered or reached the unit
         # By which backward may come to a forward of the unit, or of another that needs its parameters. Local to this rank:
         # the user's references and garbage collection decide which graphs are alive.
-        self.ways: list[weakref.ref[Way]] = []
+        self.ways: dict[weakref.ref[Way], None] = {}
         # Extra leaves that stand for the parameters where a rank passes the unit by. Their gradients count, too.
         # Local to this rank: others may run the unit.
         self.stand_ins: list[Node] = []
@@ -355,7 +356,7 @@ class Pass:
     """A call of an outermost unit, outside of backward: what has run in it. A new record replaces it at its end.
 
     The order of the last pass is a hint for prefetching, not a rule. If the order changes, one all-gather comes too early or
-    too late, and the next pass has the new order. Backward needs no such record: see ``ForwardRecord.previous``.
+    too late, and the next pass has the new order. Backward needs no such record: see ``ForwardRecord.previous_other``.
     """
 
     id: int  # counts the passes of a context

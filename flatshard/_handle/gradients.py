@@ -29,8 +29,9 @@ A parameter that no rank used must end with ``.grad is None``, as in one process
 otherwise. A parameter that another rank used must get that rank's gradient here, too. Ranks learn this without further
 communication: an unused range is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The average
 of -0.0 alone is -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest). So after the reduction a slice is all -0.0 if and
-only if no rank used the parameter. Only a rank that did not use a parameter checks this. A rank that holds no element of it
-cannot check: see reduction.py, [Note: Naming unused parameters]. If a reduction does not keep signed zeros, such a gradient
+only if no rank used the parameter, or all averages in it are negative and round to zero. Only a rank that did not use a
+parameter checks this. The mark does not tell where a rank holds no element, or a dtype rounds gradients to zero: see
+reduction.py, [Note: Naming unused parameters]. If a reduction does not keep signed zeros, such a gradient
 becomes zero instead of None.
 """
 
@@ -257,16 +258,17 @@ class FlatGradients:
             self.dtypes.apply_to(flat.unsharded.params)
         dtype, numel = self.dtypes.reduce, flat.layout.padded_numel
         self._is_small = numel * dtype.itemsize < SMALL
+        if flat.kind.is_trainable:
+            self.unused.choose({dtype, self.dtypes.of_all, *self.dtypes.of_each})
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
         # None if gradients arrive `AS_GRAD`. It has memory from the first copy to `set_grads`.
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
         self._adds_with_autograd = self.dtypes.adds_up and not any(flat.wrappings)
         together = Arrival.TOGETHER if self._is_small or not flat.holds_all else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
-        self._is_filling = False  # gradients have been moved from autograd, to the input or to `.grad` (`AS_GRAD`)
-        # Whether one of each parameter has been moved; empty unless `_is_filling`. Local to this rank: a parameter without
-        # one is marked as unused, and takes part in the reduction all the same.
-        self._has: list[bool] = []
+        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None while
+        # none is moved. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
+        self._moved: list[bool] | None = None
         self.prepare_slices()
 
     def prepare_slices(self) -> None:
@@ -280,13 +282,13 @@ class FlatGradients:
 
     def update(self) -> None:
         """Adopt the dtypes and the device of the flat parameter, also for gradients that are held."""
-        views, has = [] if self.input is None else self.input.views, self._has
+        moved = [] if self.input is None or self._moved is None else zip(self._moved, self.input.views, strict=True)
         for param in self.flat.owners:
             if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
                 choose(param, param.grad_dtype)
         self._prepare()
-        for index, grad in enumerate(views):
-            if has[index]:
+        for index, (has_one, grad) in enumerate(moved):
+            if has_one:
                 self._put(index, grad.to(self.flat.kind.compute_device))
 
     def use_shard_param(self, info: ShardInfo) -> nn.Parameter:
@@ -304,7 +306,7 @@ class FlatGradients:
     @property
     def _stay_with_autograd(self) -> bool:
         """Whether gradients are in the unsharded parameters' ``.grad`` until the last has arrived."""
-        return self.arrival is _TOGETHER and not self._is_filling
+        return self.arrival is _TOGETHER and self._moved is None
 
     @property
     def needs_no_receive(self) -> bool:
@@ -319,7 +321,7 @@ class FlatGradients:
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if self.arrival is _TOGETHER and not self._is_filling:  # `_stay_with_autograd`, without a call
+        if self.arrival is _TOGETHER and self._moved is None:  # `_stay_with_autograd`, without a call
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:
@@ -358,15 +360,14 @@ class FlatGradients:
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
-        if not self._is_filling:
-            self._allocate(self.dtypes.reduce)
+        moved = self._allocate(self.dtypes.reduce) if self._moved is None else self._moved
         if self.input is None:
             self._set_grad(self.flat.params[index], grad, self.dtypes.choices[index])
-        elif self._has[index]:
+        elif moved[index]:
             self.input.views[index].add_(grad)
         else:
             torch.add(grad, _ZERO, out=self.input.views[index])  # [Note: Negative zero marks an unused parameter]
-        self._has[index] = True
+        moved[index] = True
 
     def _set_grad(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Set or add to ``.grad``, on a single rank."""
@@ -380,11 +381,12 @@ class FlatGradients:
         else:
             param.grad.add_(grad)
 
-    def _allocate(self, dtype: torch.dtype) -> None:
-        """Allocate the input in ``dtype``."""
+    def _allocate(self, dtype: torch.dtype) -> list[bool]:
+        """Allocate the input in ``dtype``. Returns ``_moved``."""
         if self.input is not None:
             self.input.allocate(dtype, self.runtime.capabilities.lend_memory)
-        self._is_filling, self._has = True, [False] * len(self.flat.params)
+        self._moved = moved = [False] * len(self.flat.params)
+        return moved
 
     def _copy_to_input(self, dtype: torch.dtype) -> None:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
@@ -409,9 +411,9 @@ class FlatGradients:
         if self._is_small and grads:
             torch._foreach_copy_(views, grads)
             input.flat.add_(_ZERO)  # [Note: Negative zero marks an unused parameter]
-            self._is_filling, self._has = True, here
+            self._moved = here
             return
-        self._is_filling, self._has = True, [False] * len(here)
+        self._moved = [False] * len(here)
         grads.reverse()
         for index in places:
             self._put(index, grads.pop())
@@ -435,7 +437,7 @@ class FlatGradients:
             if grad is not None:
                 torch.add(grad, _ZERO, out=view)  # [Note: Negative zero marks an unused parameter]
         drop, here = map(_set_plain_grad, computes, _NONE), [grad is not None for grad in grads]
-        self._is_filling, self._has = True, here  # no interrupt comes before the next line
+        self._moved = here  # no interrupt comes before the next line
         consume(drop)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
@@ -473,18 +475,17 @@ class FlatGradients:
             return
         if self.input is None:
             return
-        if self.arrival is _TOGETHER and not self._is_filling:
+        if self._moved is None and self.arrival is _TOGETHER:
             narrow = self.runtime.capabilities.widens and not (accumulates or flat.holds_all)
             self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
-        elif not self._is_filling:
-            self._allocate(self.dtypes.reduce)
+        moved = self._allocate(self.dtypes.reduce) if self._moved is None else self._moved
         no_gradient: list[int] = []
-        if False in self._has:
+        if False in moved:
             unused = complex(-0.0, -0.0) if flat.kind.dtype.is_complex else -0.0
             names_unused = (
                 flat.flat_grad is None
             )  # otherwise ranks need not agree on the parameters that none of them used
-            for index, (param, has_one) in enumerate(zip(flat.params, self._has, strict=True)):
+            for index, (param, has_one) in enumerate(zip(flat.params, moved, strict=True)):
                 if not has_one:
                     self.input.views[index].fill_(unused)
                     if names_unused and param.requires_grad:
@@ -511,7 +512,7 @@ class FlatGradients:
         self._free()
 
     def _free(self) -> None:
-        self._is_filling, self._has, self.reduction = False, [], None
+        self._moved, self.reduction = None, None
         if self.input is not None:
             self.input.free()
 
@@ -522,9 +523,9 @@ class FlatGradients:
 
         Returns the parameters that got one, or None if there were no gradients to assign.
         """
-        if not self._is_filling:
+        if self._moved is None:
             return None
-        has, shard = self._has, None
+        has, shard = self._moved, None
         if self.reduction is not None:
             shard, self.partial = self.reduction.take_result(), self.reduction.partial
         self._free()
@@ -553,12 +554,13 @@ class FlatGradients:
                     torch._foreach_add_(there, parts)
                     return params
         given = []
-        unused = self.unused.found
+        unused = self.unused
         for index, (param, grad, has_one) in enumerate(zip(params, parts, has, strict=True)):
             # The current `requires_grad` counts, as in autograd: the user may have changed it since the forward.
             if not param.requires_grad:
                 continue
-            if not (has_one or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
+            is_named = index in unused.named or not grad.numel()
+            if not (has_one or (index not in unused.found if is_named else _used_elsewhere(grad))):
                 continue
             given.append(param)
             if param.grad is None:

@@ -9,9 +9,9 @@ With replicas (hybrid sharding) the output of the reduce-scatter can be kept fro
 
 [Note: Naming unused parameters]
 An unused parameter is marked in its elements: gradients.py, [Note: Negative zero marks an unused parameter]. A rank that
-holds none of them cannot see the mark. But all ranks must agree whether ``.grad`` is None: optimizers keep state and count
-steps by it, and ``p.grad.norm()`` communicates. The shard of such a rank has no room for a mark, and other ranks do not know
-that it needs one. So ranks write to the process group's store. A rank that did not use such parameters appends their numbers
+holds none of them cannot see the mark. In float16, the average of a small negative gradient can round to the mark. But all
+ranks must agree whether ``.grad`` is None: optimizers keep state and count steps by it, and ``p.grad.norm()`` communicates.
+The shard of such a rank has no room for a mark, and other ranks do not know that it needs one. So ranks write to the process group's store. A rank that did not use such parameters appends their numbers
 to a list *before* it starts the reduction, and reads the list after the reduction, which ends on no rank before all have
 started it. A parameter that all ranks have named, no rank used. A rank that used all parameters does nothing, so this costs
 nothing if all ranks do. Otherwise a rank makes three round trips to the store for each unit with an unused parameter.
@@ -45,27 +45,41 @@ class Partial(NamedTuple):
     unused: set[int]  # parameters that none of them used
 
 
+_SMALL_ENOUGH = 1e-30  # of a dtype's smallest normal number: no gradient of a real model is as small
+
+
 class Unused:
-    """Finds the parameters that no rank used, among those of which some rank holds no element.
+    """Finds the parameters that no rank used, among those whose mark does not tell: ``named``.
 
     ``begin`` and ``publish`` come before the reduction, ``read_published`` after it. [Note: Naming unused parameters]
     """
 
-    __slots__ = ("_read", "_spread", "_unread", "found")
+    __slots__ = ("_layout", "_read", "_unread", "found", "named")
 
     def __init__(self, layout: FlatLayout) -> None:
-        is_reduced = layout.padded_numel > 0
-        self._spread = {
-            i for i in range(len(layout.params)) if is_reduced and len(layout.holders(i)) < layout.world_size
-        }
+        self._layout = layout
+        self.named: set[int] = set()
         self.found: set[int] = set()  # Local to this rank until `read_published`. It decides about the store alone
         self._unread: tuple[Runtime, str] | None = None  # the runtime and key of a list that was not read yet
         self._read: dict[int, str] = {}  # the list that was read last, to be deleted, by the number of the runtime
 
+    def choose(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Choose the parameters to name: some rank holds no element, or one of ``dtypes`` rounds averages to zero.
+
+        ``dtypes``: of the sums and the gradients.
+        """
+        layout = self._layout
+        loses_marks = any(torch.finfo(dtype).smallest_normal > _SMALL_ENOUGH for dtype in dtypes)
+        self.named = {
+            i
+            for i in range(len(layout.params))
+            if layout.padded_numel and (loses_marks or len(layout.holders(i)) < layout.world_size)
+        }
+
     def begin(self, unused: Iterable[int]) -> None:
         """Record that this rank has no gradient for the parameters ``unused``."""
         self._unread = None
-        self.found = self._spread.intersection(unused)
+        self.found = self.named.intersection(unused)
 
     def keep_only(self, unused: set[int]) -> None:
         """Keep in ``found`` only the parameters that earlier reductions did not use either: ``unused``."""
