@@ -34,7 +34,7 @@ def check_clean(model: nn.Module) -> None:
             else:  # it keeps the memory for its next user
                 assert flat.unsharded.nbytes == 0, unit
             assert all(c.grad is None for c in flat.unsharded.params), unit
-        assert unit.graph.now is None, unit
+        assert unit.graph.status is None, unit
         assert tuple(unit.claims) == unit.config.claims, unit
         assert not context.forwards
         assert context.backward is None

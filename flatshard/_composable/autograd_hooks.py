@@ -16,14 +16,20 @@ import torch
 from flatshard._base.config import BackwardPrefetch
 from flatshard._composable.backward import (
     await_gradients,
-    backward_of,
     complete,
+    enter_backward,
     leave_forward,
     postpone,
     reach_forward,
 )
 from flatshard._composable.claims import GRADIENTS_CAME, INPUTS_LEFT
-from flatshard._composable.gathering import gather, gather_ahead, prefetch_after, prefetch_next, prefetches_before
+from flatshard._composable.gathering import (
+    gather,
+    gather_ahead,
+    prefetch_after_unit,
+    prefetch_in_backward,
+    prefetches_before,
+)
 from flatshard._composable.reduction_queue import finish_previous
 from flatshard._composable.state import AwaitedGradients, ForwardRecord, Unit, Way, current_graph_task
 from flatshard._composable.to_come import (
@@ -56,11 +62,11 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
             needed.handle.wait()  # another output of it, perhaps on another stream
         return
     # The backward of a forward that used only frozen parameters may still read their values.
-    now = unit.graph.now
+    status = unit.graph.status
     # `was_completed`, without a call: it runs for each unit.
-    if now is not None and now.completed_in == task and needs_no_values(unit):
+    if status is not None and status.completed_in == task and needs_no_values(unit):
         return
-    backward = backward_of(unit)
+    backward = enter_backward(unit)
     awaited = reach_forward(backward, record)
     for outer in record.outer:
         gather_ahead(outer)
@@ -75,7 +81,7 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
     # is before this unit is reduced, so ranks with other gradients have the same order. [Note: Reductions in flight]
     gathers_later = awaited is not None and awaited.ends_previous_at > 0 and unit.context.reductions.will_free
     if prefetches_before(unit) and not gathers_later:
-        prefetch_next(record)
+        prefetch_in_backward(record)
 
 
 def _gather_values_of(record: ForwardRecord) -> None:
@@ -117,8 +123,8 @@ def gradient_hook(unit: Unit, group: int, index: int) -> Callable[[torch.Tensor]
     # This runs for every parameter in every step, so it does little.
     def on_gradient(param: torch.Tensor) -> None:
         """Count the gradient that autograd has accumulated, and leave it there."""
-        now, task = graph.now, current_graph_task()
-        awaited = None if now is None else now.awaited
+        status, task = graph.status, current_graph_task()
+        awaited = None if status is None else status.awaited
         # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
         if awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad):
             awaited = receive_gradient(to_unit(), group, index, task)
@@ -143,17 +149,17 @@ def receive_gradient(unit: Unit, group: int, index: int, task: int) -> AwaitedGr
     """
     if not unit.handle.flats[group].requires_grad[index]:
         return None  # frozen since its forward: there is no gradient, and none was expected
-    now = unit.graph.now
-    awaited = None if now is None else now.awaited
+    status = unit.graph.status
+    awaited = None if status is None else status.awaited
     if awaited is None or task not in awaited.expected:
-        awaited = await_gradients(backward_of(unit), unit)
+        awaited = await_gradients(enter_backward(unit), unit)
     awaited.counts_only_in = task if unit.handle.gradients.receive(group, index) else None
     return awaited
 
 
 def receive_stand_in(unit: Unit) -> None:
     """Count the gradient of a stand-in of ``unit``: see ``UnitGraph``."""
-    awaited = await_gradients(backward_of(unit), unit)
+    awaited = await_gradients(enter_backward(unit), unit)
     awaited.pending -= 1
     if not awaited.pending and awaited.task == current_graph_task():
         receive_last_gradient(unit)
@@ -163,17 +169,17 @@ def finish_previous_and_gather(unit: Unit) -> None:
     """End the reduction of the unit before ``unit``, and gather the next one into the memory that it frees."""
     finish_previous(unit.context.reductions)
     if prefetches_before(unit):
-        prefetch_after(unit)
+        prefetch_after_unit(unit)
 
 
 def receive_last_gradient(unit: Unit) -> None:
     """Free ``unit`` and complete it: all its gradients have come. Postpone that if more may come."""
-    backward, now = unit.context.backward, unit.graph.now
+    backward, status = unit.context.backward, unit.graph.status
     assert backward is not None
-    assert now is not None
-    assert now.awaited is not None
+    assert status is not None
+    assert status.awaited is not None
     # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
-    if now.awaited.ends_previous_at:
+    if status.awaited.ends_previous_at:
         finish_previous_and_gather(unit)
     if may_get_more(unit):
         postpone(backward, unit)
@@ -181,13 +187,13 @@ def receive_last_gradient(unit: Unit) -> None:
     counts_as_sharded = _free_or_lend(unit)  # before the reduction input is allocated
     complete(backward, unit)
     if counts_as_sharded and unit.config.backward_prefetch is BACKWARD_POST:
-        prefetch_after(unit)
+        prefetch_after_unit(unit)
 
 
 def _free_or_lend(unit: Unit) -> bool:
     """Free ``unit``, whose gradients have come, or lend its memory to the rest of the graph of this rank.
 
-    Returns whether the unit counts as sharded now, on all ranks alike. Else backward frees it when it leaves its inputs.
+    Returns whether the unit counts as sharded now, on all ranks alike. Otherwise ``post_backward`` frees it.
     """
     if unit.last_gradient_frees or was_left(unit):
         unit.release(GRADIENTS_CAME)
@@ -207,7 +213,7 @@ def post_backward(unit: Unit) -> None:
     if needs_nothing_after_inputs(unit):
         unit.release(INPUTS_LEFT)
         if unit.config.backward_prefetch is BACKWARD_POST:
-            prefetch_after(unit)
+            prefetch_after_unit(unit)
 
 
 class _Leave(torch.autograd.Function):

@@ -85,7 +85,7 @@ COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
 """``reach``: a graph task reaches the unit, and has gradients for it or none."""
 
 
-def backward_of(unit: Unit) -> Backward:
+def enter_backward(unit: Unit) -> Backward:
     """Return the running backward on the process group of ``unit``, which it reaches or gathers."""
     context, task = unit.context, current_graph_task()
     if (backward := context.backward) is not None:
@@ -113,17 +113,17 @@ def _enter(backward: Backward, task: int) -> None:
 
 def touch(backward: Backward, unit: Unit) -> UnitBackward:
     """Return the record of ``unit`` for this backward, made if needed. The end of the backward reshards the unit."""
-    if (now := unit.graph.now) is None:
+    if (status := unit.graph.status) is None:
         unit.handle.sync_unfrozen()
-        now = unit.graph.now = UnitBackward()
+        status = unit.graph.status = UnitBackward()
         backward.touched.append(unit)
-    return now
+    return status
 
 
 def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     """Await the gradients that the running graph task has for ``unit``, which backward reaches. Return all awaited ones."""
-    now, task = unit.graph.now or touch(backward, unit), current_graph_task()
-    if (before := now.awaited) is not None and task in before.expected:
+    status, task = unit.graph.status or touch(backward, unit), current_graph_task()
+    if (before := status.awaited) is not None and task in before.expected:
         return before
     backward.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
     accumulators, queue = unit.handle.gradients.accumulators, backward.context.reductions
@@ -131,9 +131,9 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
         reduction_queue.add_back(queue, unit)
     of_params, of_stand_ins = count_gradients(unit)
     if of_params or not of_stand_ins:  # else this rank has passed the unit by, which says nothing of its parameters
-        now.lacks_some |= of_params < len(accumulators.nodes)
+        status.lacks_some |= of_params < len(accumulators.nodes)
     count = of_params + of_stand_ins
-    _move(backward, unit, now, "reach with gradients" if count else "reach with none")
+    _move(backward, unit, status, "reach with gradients" if count else "reach with none")
     pending = count if before is None else before.pending + count
     # reduction_queue.py, [Note: Reductions in flight]
     ends_previous_at = pending - max(1, pending // 6) if queue.finishes_early and pending else 0
@@ -142,19 +142,19 @@ def await_gradients(backward: Backward, unit: Unit) -> AwaitedGradients:
     else:  # a graph task inside the one that reached the unit first
         expected = before.expected | {task: count}
         awaited = replace(before, expected=expected, pending=pending, ends_previous_at=ends_previous_at)
-    now.awaited = awaited
+    status.awaited = awaited
     if count:
         backward.bringing.add(task)
         backward.ready.discard(unit)
     return awaited
 
 
-def _move(backward: Backward, unit: Unit, now: UnitBackward, event: str) -> None:
-    """Change the state of ``now``, the record of ``unit``, by an event of the table."""
-    state = COMPLETION_TRANSITIONS.get((now.completion, event))
+def _move(backward: Backward, unit: Unit, status: UnitBackward, event: str) -> None:
+    """Change the state of ``status``, the record of ``unit``, by an event of the table."""
+    state = COMPLETION_TRANSITIONS.get((status.completion, event))
     if state is None:
-        raise InternalError(f"cannot {event} unit {unit.fqn!r} in a backward while it is {now.completion.name}")
-    now.completion = state
+        raise InternalError(f"cannot {event} unit {unit.fqn!r} in a backward while it is {status.completion.name}")
+    status.completion = state
     if state is IDLE:
         backward.idle[unit] = None
     else:
@@ -168,16 +168,16 @@ def reach_forward(backward: Backward, record: ForwardRecord) -> AwaitedGradients
     """
     task, unit = current_graph_task(), record.unit
     record.reached_in = task
-    now = unit.graph.now or touch(backward, unit)
-    if now.completed_in != task:  # `was_completed`, without a call: it runs for each unit
+    status = unit.graph.status or touch(backward, unit)
+    if status.completed_in != task:  # `was_completed`, without a call: it runs for each unit
         await_gradients(backward, unit)
-    now.open_forwards = (now.open_forwards or 0) + 1
-    now.last_forward = record
+    status.open_forwards = (status.open_forwards or 0) + 1
+    status.last_forward = record
     if record.leaks:
         backward.leaking.append(record)
     if backward.idle and (idle := [u for u in backward.idle if u not in record.outer]):
         _complete_idle(backward, unit, idle)
-    return now.awaited
+    return status.awaited
 
 
 def reach_recomputed(backward: Backward, unit: Unit) -> None:
@@ -194,41 +194,41 @@ def _complete_idle(backward: Backward, unit: Unit, idle: Iterable[Unit]) -> None
     over = [u for u in idle if u not in unit.needs and is_completed_by(u, task) and is_over(u)]
     if over:
         to_come = any(has_gradients(u) for queue in ReductionQueue.every for u in queue.units())
-        _complete_unused(backward, over, to_come or _bring_gradients(backward.tasks), early=True)
+        _complete_rest(backward, over, to_come or _bring_gradients(backward.tasks), early=True)
 
 
 def leave_forward(unit: Unit) -> None:
     """Note that backward leaves a forward of ``unit`` through its inputs."""
-    if (now := unit.graph.now) is not None:
-        now.open_forwards = max(0, (now.open_forwards or 0) - 1)
+    if (status := unit.graph.status) is not None:
+        status.open_forwards = max(0, (status.open_forwards or 0) - 1)
 
 
 def postpone(backward: Backward, unit: Unit) -> None:
     """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
-    now = unit.graph.now
-    assert now is not None
-    _move(backward, unit, now, "postpone")
+    status = unit.graph.status
+    assert status is not None
+    _move(backward, unit, status, "postpone")
 
 
 def complete(backward: Backward, unit: Unit, reduces: bool = False, early: bool = False) -> None:
     """Reduce ``unit`` when it is its turn: it has all gradients of the graph task that reached it first.
 
     Args:
-        reduces: even if none were expected.
+        reduces: whether to reduce a unit without expected gradients.
         early: the backward may reach another forward of the unit in the same graph task.
     """
     queue = backward.context.reductions
-    now = unit.graph.now
-    assert now is not None
-    _move(backward, unit, now, "complete early" if early else "complete")
-    awaited, now.awaited = now.awaited, None
+    status = unit.graph.status
+    assert status is not None
+    _move(backward, unit, status, "complete early" if early else "complete")
+    awaited, status.awaited = status.awaited, None
     assert awaited is not None
-    now.completed_in = awaited.task
+    status.completed_in = awaited.task
     # Only this rank's gradients may have come, but the queue waits for turns, and a unit without any is completed, too.
     if reduces or any(awaited.expected.values()):
         if unit.handle.gradients.reduces:
             backward.ready.add(unit)
-            reduction_queue.reduce(queue, backward.ready)
+            reduction_queue.reduce_in_turn(queue, backward.ready)
         else:
             unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
     elif unit not in backward.ready and not unit.handle.gradients.is_unreduced:
@@ -247,7 +247,7 @@ def _end(backward: Backward, task: int) -> None:
     try:
         brings_gradients = _bring_gradients((task,))
         ended = [u for u in backward.context.reductions.units() if is_completed_by(u, task)]
-        _complete_unused(backward, ended, brings_gradients)
+        _complete_rest(backward, ended, brings_gradients)
         if not backward.tasks:
             _reduce_rest(backward, brings_gradients)
     except BaseException:
@@ -264,8 +264,8 @@ def _bring_gradients(tasks: Iterable[int]) -> bool:
     return any(not backward.bringing.isdisjoint(tasks) for backward in Backward.every)
 
 
-def _complete_unused(backward: Backward, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
-    """Complete units that this rank may not have used. Other ranks may have, and then wait for the reduction.
+def _complete_rest(backward: Backward, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
+    """Complete the remaining units, used or not. Other ranks may have used them, and wait for the reduction.
 
     Nothing is reduced if no unit of any process group gets a gradient: ``torch.autograd.grad`` with respect to inputs.
     """
@@ -283,7 +283,7 @@ def _reduce_rest(backward: Backward, brings_gradients: bool) -> None:
         # Reduce what this model holds of earlier backwards, even if this one added nothing to it.
         mine = {unit.tree.model for unit in backward.touched[:1]}
         backward.ready.update(u for u in held if u.handle.gradients.reduces and u.tree.model in mine)
-    reduction_queue.reduce_all(backward.context.reductions, backward.ready)
+    reduction_queue.reduce_and_finish(backward.context.reductions, backward.ready)
     if brings_gradients:
         _reduce_held_inside(backward)
     _forget_touched(backward)
@@ -310,9 +310,9 @@ def _forget_touched(backward: Backward) -> None:
         record.unit.history.drop_leak(record)
     for unit in backward.touched:
         unit.history.was_kept_unsharded = backward.keeps_unsharded
-        if (now := unit.graph.now) is not None and backward.bringing:
-            unit.history.leaves_out |= now.lacks_some
-        unit.graph.now = None
+        if (status := unit.graph.status) is not None and backward.bringing:
+            unit.history.leaves_out |= status.lacks_some
+        unit.graph.status = None
         if backward.keeps_unsharded:
             unit.show()
             unit.handle.set_used_by(BY_NONE)
@@ -330,7 +330,7 @@ def _on_death(backward: Backward, callback: object) -> None:
     if backward.has_failed:
         backward.context.publish_place(bool(backward.context.forwards))
         for unit in backward.touched:
-            unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
+            unit.graph.status = None  # it would keep the unit alive: see `UnitGraph`
             unit.show()
         if ahead := [u.fqn for u in backward.touched if u.handle.state is UNSHARDING]:
             trace.logger.warning(

@@ -46,9 +46,10 @@ class Reason(enum.Enum):
     """A reason to free a unit. Each member says when it applies, and which need refuses it, or None.
 
     ``in_backward``: a backward refuses it, too, if its graph outlives it (``Backward.keeps_unsharded``).
+    ``changes_are_seen``: the end of the last forward has looked for changes of its parameters, and none came later.
     """
 
-    FORWARD_ENDED = "a forward ends, and the unit is not to stay for its backward", Need.BUFFER
+    FORWARD_ENDED = "a forward ends, and the unit is not to stay for its backward", Need.BUFFER, False, True
     GRADIENTS_CAME = "all its gradients have come, and no other gradient needs its values", Need.BUFFER, True
     INPUTS_LEFT = "backward has left it through the inputs of its forwards", Need.BUFFER, True
     BACKWARD_ENDED = "the backward that gathered or reached it ends", Need.BUFFER
@@ -60,8 +61,11 @@ class Reason(enum.Enum):
     OUTDATED = "its shards may have changed, and it is gathered again", None
     ASKED = "a verb of the user asks, after a check that it is not in use: `reshard`", None
 
-    def __init__(self, when: str, refused_from: Need | None, in_backward: bool = False) -> None:
+    def __init__(
+        self, when: str, refused_from: Need | None, in_backward: bool = False, changes_are_seen: bool | None = None
+    ) -> None:
         self.when, self.refused_from, self.in_backward = when, refused_from, in_backward
+        self.changes_are_seen = in_backward if changes_are_seen is None else changes_are_seen
 
 
 # For code that runs in each step: in Python 3.11 `Need.BUFFER` is a call of a function.

@@ -25,7 +25,7 @@ from torch import nn
 
 from flatshard._base.config import BackwardPrefetch
 from flatshard._base.names import UNIT_KEY
-from flatshard._composable.backward import backward_of, touch
+from flatshard._composable.backward import enter_backward, touch
 from flatshard._composable.claims import Reason
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import (
@@ -46,7 +46,7 @@ _BACKWARD_PRE = BackwardPrefetch.BACKWARD_PRE  # for each step: see lifetime.py
 # -- in forward --------------------------------------------------------------------------------------------------------
 
 
-def prefetch_following(unit: Unit, module: nn.Module, gathers: bool) -> None:
+def prefetch_in_forward(unit: Unit, module: nn.Module, gathers: bool) -> None:
     """Note that ``module`` of ``unit`` runs. If it ``gathers``, gather the units that the user chose, or that followed."""
     context = unit.context
     latest = context.latest_pass
@@ -175,8 +175,8 @@ def gather(unit: Unit) -> None:
     """Gather a unit for the current backward, and the units that it needs."""
     context = unit.context
     for needed in unit.needs:
-        if needed.graph.now is None:
-            touch(backward_of(unit), needed)
+        if needed.graph.status is None:
+            touch(enter_backward(unit), needed)
         if needed.handle.stamp is None:  # sharded
             needed.handle.unshard(context.latest_pass.id, for_backward=True)
 
@@ -204,21 +204,21 @@ def prefetches_before(unit: Unit) -> bool:
     return when is _BACKWARD_PRE or (when is None and unit.backward_targets is not None)
 
 
-def prefetch_after(unit: Unit) -> None:
+def prefetch_after_unit(unit: Unit) -> None:
     """Gather the next unit, as the backward of ``unit`` has computed."""
-    if (now := unit.graph.now) is not None and now.last_forward is not None:
-        prefetch_next(now.last_forward)
+    if (status := unit.graph.status) is not None and status.last_forward is not None:
+        prefetch_in_backward(status.last_forward)
 
 
-def prefetch_next(record: ForwardRecord) -> None:
+def prefetch_in_backward(record: ForwardRecord) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
         # `was_completed`, without a call: it runs for each unit.
-        if (now := unit.graph.now) is None or now.completed_in != task:
+        if (status := unit.graph.status) is None or status.completed_in != task:
             for needed in unit.needs:
-                if needed.graph.now is None:
-                    touch(backward_of(unit), needed)
+                if needed.graph.status is None:
+                    touch(enter_backward(unit), needed)
             prefetch(unit, record.unit.config.prefetch_limit_bytes, for_backward=not unit.context.forwards)
 
 

@@ -42,7 +42,7 @@ from torch.autograd.graph import Node
 
 from flatshard._base import frames
 from flatshard._composable.autograd_hooks import hook_parameters, leave, pre_backward
-from flatshard._composable.backward import backward_of, drop, reach_recomputed
+from flatshard._composable.backward import drop, enter_backward, reach_recomputed
 from flatshard._composable.claims import FORWARD_ENDED, VALUES, Reason
 from flatshard._composable.extensions import ForwardFeature, Unrecorded
 from flatshard._composable.find import contexts_of
@@ -52,7 +52,7 @@ from flatshard._composable.gathering import (
     has_run_in_part,
     keep_for_next,
     make_room,
-    prefetch_following,
+    prefetch_in_forward,
     stop_keeping,
 )
 from flatshard._composable.module_tree import ModuleGroup, called_modules
@@ -89,7 +89,7 @@ class Fate(enum.Enum):
     """The use of a unit's unsharded parameters after a forward that used them. Each member says it in a sentence."""
 
     USED_NEXT = "backward is about to use them: they stay, and modules still show them"
-    STAYS = "they stay for a backward, or for a graph or a forward that uses them; modules show what the claims ask for"
+    STAYS = "they stay until a backward or an enclosing forward has used them; modules show what the claims ask for"
     KEPT_FOR_NEXT = "the same, until another module of the unit's group runs, or the pass ends"
     RELEASED = "they are freed, unless a claim refuses"
 
@@ -197,12 +197,12 @@ class UnitHooks:
             needed.handle.registrations.show(UNSHARDED_PARAMS)
             if not is_nested:
                 _expect_gradients(needed)
-        prefetch_following(self.unit, forward.module, forward.gathers)
+        prefetch_in_forward(self.unit, forward.module, forward.gathers)
 
     def _gather_again(self, forward: Forward) -> None:
         """Gather the units that a recomputation needs, and the unit inside that backward needs first."""
         for needed, claim in forward.claims if forward.gathers else ():
-            reach_recomputed(backward_of(needed), needed)
+            reach_recomputed(enter_backward(needed), needed)
             if needed.handle.never_gathers:  # it shows the shards themselves, so the values are current
                 needed.release(Reason.OUTDATED)
             needed.handle.use(needed.context.latest_pass.id, for_backward=True)
@@ -210,8 +210,8 @@ class UnitHooks:
             needed.handle.registrations.show(UNSHARDED_PARAMS)
             if needed.claims.is_only_reader(claim):
                 _expect_gradients(needed)
-        if (now := self.unit.graph.now) is not None and now.last_forward is not None:
-            gather_last_inside(now.last_forward)
+        if (status := self.unit.graph.status) is not None and status.last_forward is not None:
+            gather_last_inside(status.last_forward)
 
     def _change_arguments(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,7 +224,7 @@ class UnitHooks:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
         if watches:
-            changed = self.watch_inputs(forward, args, kwargs) or changed
+            changed = self.watch_inputs(args, kwargs) or changed
         if changed is not None:
             forward.copied = [*copied_containers(given, changed)]
         return changed
@@ -345,7 +345,7 @@ class UnitHooks:
         return True
 
     def watch_inputs(
-        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Make backward call ``post_backward`` when it leaves through the inputs. claims.py, [Note: Freeing]"""
         values, spec = tree_flatten((args, kwargs))

@@ -7,9 +7,9 @@ last reduction. A complete unit waits for the units that ran forward after it
 
 - if they are in the graph: gradients of them may come;
 - if they are inside it, or ran between two forwards of it in one pass, and backward has not reached them
-  (``may_come_first``). The graph of this rank may have none of their parameters, and yet they will be reduced when backward
-  reaches them: that of another rank may have some. Other units that ran after it were reached before, because autograd runs
-  what was computed last first.
+  (``another_may_come_first``). The graph of this rank may have none of their parameters, and yet they will be reduced when
+  backward reaches them: that of another rank may have some. Other units that ran after it were reached before, because
+  autograd runs what was computed last first.
 
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
@@ -88,7 +88,7 @@ def remove(queue: ReductionQueue, unit: Unit) -> None:
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def reduce(queue: ReductionQueue, ready: set[Unit], waits: bool = True) -> None:
+def reduce_in_turn(queue: ReductionQueue, ready: set[Unit], waits: bool = True) -> None:
     """Reduce the units of ``ready`` whose turn it is, and take them out of it.
 
     ``waits``: in a backward, wait for the turns of units that may still come. Else only those of ``ready`` have turns.
@@ -111,14 +111,14 @@ def reduce(queue: ReductionQueue, ready: set[Unit], waits: bool = True) -> None:
         else:
             passed_over = True
     for unit in allowed:
-        _reduce(queue, unit)
+        _start_reduction(queue, unit)
         ready.remove(unit)
         in_part = unit.handle.has_replicas and not unit.handle.ranks.averaging.reduces_replicas
         if not in_part:
             del queue.open[weakref.ref(unit)]
 
 
-def _reduce(queue: ReductionQueue, unit: Unit) -> None:
+def _start_reduction(queue: ReductionQueue, unit: Unit) -> None:
     if queue.reducing is not None:
         _finish_reduction(queue)
     unit.handle.gradients.reduce()
@@ -162,10 +162,10 @@ def finish_previous(queue: ReductionQueue) -> None:
         _finish_reduction(queue)
 
 
-def reduce_all(queue: ReductionQueue, ready: set[Unit]) -> None:
+def reduce_and_finish(queue: ReductionQueue, ready: set[Unit]) -> None:
     """Reduce all units of ``ready``, and wait for all reductions that are not deferred."""
     try:
-        reduce(queue, ready, waits=False)
+        reduce_in_turn(queue, ready, waits=False)
         queue.open = OrderedDict((ref, True) for ref in queue.open if ref() is not None)
         if queue.reducing is not None and queue.reducing.handle.gradients.defers:
             _leave_in_flight(queue)
@@ -186,11 +186,11 @@ def reduce_held(queue: ReductionQueue, units: Collection[Unit], one_by_one: bool
     for unit in held:
         unit.handle.gradients.stream.wait_for_current(queue.runtime)
     if one_by_one:
-        reduce_all(queue, set(held))
+        reduce_and_finish(queue, set(held))
     else:
         try:
             for unit in held:
-                reduce(queue, {unit}, waits=False)
+                reduce_in_turn(queue, {unit}, waits=False)
                 _leave_in_flight(queue)
         except BaseException:
             discard(queue)

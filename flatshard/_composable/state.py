@@ -13,9 +13,9 @@ the end of a pass.
 
 States of a unit that the backward has come to (``CompletionState``):
 
-- TOUCHED         the backward has gathered it, ahead of time or for another unit.
-- AWAITING        the backward has reached it. The last gradient completes it.
-- IDLE            the same, but the graph task that is to complete it awaits no gradient. It is complete
+- TOUCHED         the backward has gathered the unit, and has not reached it.
+- AWAITING        the backward has reached it, and awaits gradients. The last one completes it.
+- IDLE            the backward has reached it, and the graph task that is to complete it awaits no gradient. It is complete
                   when backward reaches a unit that ran before it in forward, or ends.
 - COMPLETE        nothing more is waited for in this graph task. Some gradients may never have come.
 - COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
@@ -132,7 +132,7 @@ class Unit:
             return
         if (history := self.history).leaks and refused_from is BUFFER:
             lends = lends or history.leak_version == self.handle.version()
-        self.handle.reshard(forward_graph, lends)
+        self.handle.reshard(forward_graph, lends, reason.changes_are_seen)
 
     def lend(self) -> None:
         """Count as sharded where other ranks release the unit in backward, but leave everything as it is until a release.
@@ -164,7 +164,7 @@ class Unit:
         Local to this rank: see `UnitHistory.leaves_out`. If it is True on some ranks only, others lend the memory, and free
         it when backward has left the unit's first forward. All gather the unit again if it is recomputed.
         """
-        lacks_some = self.history.leaves_out or ((now := self.graph.now) is not None and now.lacks_some)
+        lacks_some = self.history.leaves_out or ((status := self.graph.status) is not None and status.lacks_some)
         return self.handle.gradients.accumulators.are_all and not lacks_some
 
     @property
@@ -285,7 +285,7 @@ class UnitBackward:
     # Whether its graph lacks parameters: they are unused, or recomputed later. Local to this rank: its data decide.
     lacks_some: bool = False
     last_forward: ForwardRecord | None = None  # the last of its forwards that the backward has reached
-    # Forwards reached and, where inputs are watched, not left yet. None before the first.
+    # Counts the forwards that were reached. Leaving a forward with watched inputs subtracts one. None before the first.
     open_forwards: int | None = None
 
 
@@ -307,10 +307,10 @@ class UnitGraph:
     cycle, so they must not refer to the unit.
     """
 
-    __slots__ = ("now", "stand_ins", "ways")
+    __slots__ = ("stand_ins", "status", "ways")
 
     def __init__(self) -> None:
-        self.now: UnitBackward | None = None  # None if no backward under way has gathered or reached the unit
+        self.status: UnitBackward | None = None  # None if no backward under way has gathered or reached the unit
         # By which backward may come to a forward of the unit, or of another that needs its parameters. Local to this rank:
         # the user's references and garbage collection decide which graphs are alive.
         self.ways: dict[weakref.ref[Way], None] = {}

@@ -3,7 +3,8 @@
 Some are about the running graph task, a run of autograd's engine; a reentrant checkpoint runs one inside another. The
 README has them as a table: "Is a unit over, or still to come?".
 
-The answers are local to this rank: its data decide what is in its graph. They choose when a unit completes, never whether.
+The answers are local to this rank: its data decide what is in its graph. They decide when a unit completes. All ranks
+complete the same units.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ will_run = (
 
 def is_over(unit: Unit) -> bool:
     """Return whether all awaited gradients of ``unit`` have come, and the graph task reaches no other forward of it."""
-    now = unit.graph.now
-    return (now is None or now.awaited is None or not now.awaited.pending) and not comes_again(unit)
+    status = unit.graph.status
+    return (status is None or status.awaited is None or not status.awaited.pending) and not comes_again(unit)
 
 
 def was_completed(unit: Unit) -> bool:
     """Return whether the graph task has completed ``unit``."""
-    return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
+    return (status := unit.graph.status) is not None and status.completed_in == current_graph_task()
 
 
 def needs_no_values(unit: Unit) -> bool:
@@ -40,21 +41,21 @@ def needs_no_values(unit: Unit) -> bool:
 
     On a rank where it does, the unit is lent until backward has left its first forward, and gathered again as elsewhere.
     """
-    return (now := unit.graph.now) is not None and now.completion is COMPLETE and unit.last_gradient_frees
+    return (status := unit.graph.status) is not None and status.completion is COMPLETE and unit.last_gradient_frees
 
 
 def has_all_gradients(unit: Unit) -> bool:
     """Return whether ``unit`` is complete, and no gradient of it is to come. Of an idle unit, other ranks may await some."""
-    if (now := unit.graph.now) is None:
+    if (status := unit.graph.status) is None:
         return False
-    return now.completion is COMPLETE or (now.completion is COMPLETE_EARLY and is_over(unit))
+    return status.completion is COMPLETE or (status.completion is COMPLETE_EARLY and is_over(unit))
 
 
 def was_left(unit: Unit) -> bool:
     """Return whether backward has left all forwards of ``unit`` that it has reached, and the first in its pass is one."""
-    if (now := unit.graph.now) is None or now.open_forwards != 0:
+    if (status := unit.graph.status) is None or status.open_forwards != 0:
         return False
-    before = None if now.last_forward is None else now.last_forward.previous
+    before = None if status.last_forward is None else status.last_forward.previous
     while before is not None and before.unit is not unit:
         before = before.previous
     return before is None
@@ -65,11 +66,11 @@ def needs_nothing_after_inputs(unit: Unit) -> bool:
 
     All ranks free a unit with trainable parameters once in a pass. They gather a frozen one again for each forward.
     """
-    now, accumulators = unit.graph.now, unit.handle.gradients.accumulators
-    if now is None:  # backward came by a tensor that flatshard has not seen, and may come again, to another forward
+    status, accumulators = unit.graph.status, unit.handle.gradients.accumulators
+    if status is None:  # backward came by a tensor that flatshard has not seen, and may come again, to another forward
         return False
     if not accumulators.nodes:
-        return now.open_forwards == 0
+        return status.open_forwards == 0
     return was_left(unit) and (not accumulators.are_all or is_over(unit))
 
 
@@ -112,20 +113,22 @@ def has_gradients(unit: Unit) -> bool:
 
 def is_completed_by(unit: Unit, task: int) -> bool:
     """Return whether ``unit`` is awaited or idle, and the end of graph task ``task``, the first to reach it, completes it."""
-    return (now := unit.graph.now) is not None and (awaited := now.awaited) is not None and awaited.task == task
+    return (
+        (status := unit.graph.status) is not None and (awaited := status.awaited) is not None and awaited.task == task
+    )
 
 
 def is_used_next(unit: Unit) -> bool:
-    """Return whether backward is about to use the values of ``unit``, of which a recomputation ends.
+    """Return whether backward uses the values of ``unit`` next. A recomputation of it ends.
 
-    It is so if the unit awaits gradients, or is idle, or completed while it was (a later forward of it may come).
+    It does if the unit awaits gradients, is idle, or was completed early (a later forward of it may come).
     """
-    return (now := unit.graph.now) is not None and now.completion in (AWAITING, IDLE, COMPLETE_EARLY)
+    return (status := unit.graph.status) is not None and status.completion in (AWAITING, IDLE, COMPLETE_EARLY)
 
 
 def may_get_gradients(unit: Unit) -> bool:
     """Return whether the backward awaits gradients of ``unit``, has made it idle, or has gradients for it."""
-    return ((now := unit.graph.now) is not None and now.completion in (AWAITING, IDLE)) or has_gradients(unit)
+    return ((status := unit.graph.status) is not None and status.completion in (AWAITING, IDLE)) or has_gradients(unit)
 
 
 def may_get_more(unit: Unit) -> bool:
@@ -133,9 +136,9 @@ def may_get_more(unit: Unit) -> bool:
 
     A reentrant checkpoint may run these with the parameters that are missing.
     """
-    now = unit.graph.now
+    status = unit.graph.status
     return comes_again(unit) or (
-        now is not None and now.lacks_some and not all(map(_is_reached, units_below(unit.module)))
+        status is not None and status.lacks_some and not all(map(_is_reached, units_below(unit.module)))
     )
 
 
@@ -146,7 +149,7 @@ def another_may_come_first(unit: Unit) -> bool:
     """Return whether backward has yet to reach a unit with a later turn: inside ``unit``, or between two forwards of it."""
     if any(u.history.turn > unit.history.turn and not _is_reached(u) for u in units_below(unit.module)):
         return True
-    record = None if unit.graph.now is None else unit.graph.now.last_forward
+    record = None if unit.graph.status is None else unit.graph.status.last_forward
     while record is not None:
         if record.unit.history.turn > unit.history.turn and not _is_reached(record.unit):
             return True
@@ -155,7 +158,7 @@ def another_may_come_first(unit: Unit) -> bool:
 
 
 def _is_reached(unit: Unit) -> bool:
-    return (now := unit.graph.now) is not None and now.completion is not TOUCHED
+    return (status := unit.graph.status) is not None and status.completion is not TOUCHED
 
 
 # -- in autograd's graph -----------------------------------------------------------------------------------------------

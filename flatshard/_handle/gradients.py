@@ -266,8 +266,8 @@ class FlatGradients:
         self._adds_with_autograd = self.dtypes.adds_up and not any(flat.wrappings)
         together = Arrival.TOGETHER if self._is_small or not flat.holds_all else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
-        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None while
-        # none is moved. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
+        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None before
+        # the first. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
         self._moved: list[bool] | None = None
         self.prepare_slices()
 
@@ -443,13 +443,13 @@ class FlatGradients:
     # -- reducing ----------------------------------------------------------------------------------------------------
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
+    def takes_part(self) -> bool:
+        """Whether the flat parameter takes part in reductions, if a parameter requires grad."""
         return self.flat.kind.is_trainable and self.flat.ranks.size > 1 and self.flat.layout.padded_numel > 0
 
     @property
     def need_reduction(self) -> bool:
-        """Whether gradients become ``.grad`` when a reduction ends, not when autograd has computed them."""
+        """Whether a reduction, and not autograd, sets ``.grad``."""
         return self.input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
 
     @property

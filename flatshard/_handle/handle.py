@@ -363,13 +363,14 @@ class FlatParamHandle:
         self.state = PARAM_TRANSITIONS[self.state, "wait"]
         memory.users = users
 
-    def reshard(self, forward_graph: object = None, lends: bool = False) -> None:
+    def reshard(self, forward_graph: object = None, lends: bool = False, changes_are_seen: bool = False) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
 
         Args:
             forward_graph: an object that lives as long as the graph of the forward that ends, or None if there is no graph.
                 While it lives, shards may be kept for the gather of its backward.
             lends: leave the memory and its values to outputs that alias it, until the next call without this.
+            changes_are_seen: nothing has changed the unsharded parameters since ``write_back_if_changed``.
         """
         if self.state is UNSHARDING:
             try:
@@ -396,9 +397,7 @@ class FlatParamHandle:
                 with self.runtime.on(None if streams is None else streams.gather):
                     self.source.keep(memory.flats, forward_graph)
             if not lends:
-                # If a forward has ended, `write_back_if_changed` has seen the versions. Nothing reads them after a backward.
-                stamp = self.stamp
-                memory.free(seen=forward_graph is not None or (stamp is not None and stamp.for_backward))
+                memory.free(changes_are_seen)
         self.state = PARAM_TRANSITIONS[self.state, verb]
         self.stamp = None
         if conversions:
@@ -442,7 +441,7 @@ class FlatParamHandle:
         return version == (stamp.version if stamp.for_backward else self.version())
 
     def set_used_by(self, by: int) -> None:
-        """Set ``UnshardedStamp.by``. Parameters that another has used before no longer count as a backward's."""
+        """Set ``UnshardedStamp.by``. A new user clears ``for_backward``."""
         if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by, for_backward=False)
 

@@ -11,10 +11,11 @@ With replicas (hybrid sharding) the output of the reduce-scatter can be kept fro
 An unused parameter is marked in its elements: gradients.py, [Note: Negative zero marks an unused parameter]. A rank that
 holds none of them cannot see the mark. In float16, the average of a small negative gradient can round to the mark. But all
 ranks must agree whether ``.grad`` is None: optimizers keep state and count steps by it, and ``p.grad.norm()`` communicates.
-The shard of such a rank has no room for a mark, and other ranks do not know that it needs one. So ranks write to the process group's store. A rank that did not use such parameters appends their numbers
-to a list *before* it starts the reduction, and reads the list after the reduction, which ends on no rank before all have
-started it. A parameter that all ranks have named, no rank used. A rank that used all parameters does nothing, so this costs
-nothing if all ranks do. Otherwise a rank makes three round trips to the store for each unit with an unused parameter.
+The shard of such a rank has no room for a mark, and other ranks do not know that it needs one. So ranks write to the process
+group's store. A rank that did not use such parameters appends their numbers to a list *before* it starts the reduction, and
+reads the list after the reduction, which ends on no rank before all have started it. A parameter that all ranks have named,
+no rank used. A rank that used all parameters does nothing, so this costs nothing if all ranks do. Otherwise a rank makes
+three round trips to the store for each unit with an unused parameter.
 A flat parameter without elements is not reduced, so ranks never meet: its parameters count as used on all of them.
 
 With replicas this is done twice, before each of the two collectives: if no rank of a shard group used a parameter, they

@@ -53,13 +53,14 @@ class Registrations:
 
     def __init__(self) -> None:
         self.entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # module, name, sharded, compute
-        # Entries are split by how an unsharded parameter is shown: in the module's `__dict__` (one list per column), ...
+        # An unsharded parameter is shown in its module's `__dict__`, or by setattr if its entry is in `unguarded`. The next
+        # five lists are the columns of the former.
         self._dicts: list[Parameters] = []  # that the sharded parameters are in
         self._attributes: list[dict[str, Any]] = []  # the modules' `__dict__`: [Note: Forwards outside of the unit's]
         self._names: list[str] = []
         self._sharded: list[nn.Parameter] = []
         self._compute: list[nn.Parameter] = []
-        self.unguarded: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # ... or by setattr
+        self.unguarded: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._shown_at = -1  # `changes.count` when the unsharded parameters were registered
         self.shows: Shown = SHARDED_PARAMS
 

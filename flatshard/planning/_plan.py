@@ -248,7 +248,7 @@ def _unit_plan(
     flats = unit.handle.flats
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
-    reduced = [g for g in unit.handle.gradients.flats if g.is_reduced and any(g.flat.requires_grad)]
+    reduced = [g for g in unit.handle.gradients.flats if g.takes_part and any(g.flat.requires_grad)]
     outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.holds_all]
     kind = "reduce-scatter" if outputs else "all-reduce"
     inputs = [c.nbytes for c in issued if c.kind == kind and c.group not in others_send]

@@ -202,7 +202,7 @@ def register_comm_hook(
     reduced = [
         unit
         for unit in units
-        if any(grads.is_reduced for grads in unit.handle.gradients.flats)
+        if any(grads.takes_part for grads in unit.handle.gradients.flats)
         and not (unit.config.strategy.is_hybrid and unit.handle.ranks.holds_all)  # no reduction within a group of one
     ]
     if not reduced:

@@ -270,7 +270,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
             answers_late = any(u is not unit for u in units_below(module))
             comes = answers_late or _comes(unit, module, tensors)
             if comes and not unit.last_gradient_frees and not unit.handle.never_gathers:
-                watched = hooks.watch_inputs(unit.context.forwards[-1], tensors, {})
+                watched = hooks.watch_inputs(tensors, {})
                 tensors = tensors if watched is None else watched[0]
             tensors = inside(tensors)
             if (_comes(unit, module, tensors) if answers_late else comes) and tensors:
