@@ -263,11 +263,10 @@ class FlatGradients:
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
         # None if gradients arrive `AS_GRAD`. It has memory from the first copy to `set_grads`.
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
-        self._adds_with_autograd = self.dtypes.adds_up and not any(flat.wrappings)
         together = Arrival.TOGETHER if self._is_small or not flat.holds_all else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
-        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None before
-        # the first. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
+        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None if
+        # no one was. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
         self._moved: list[bool] | None = None
         self.prepare_slices()
 
@@ -403,7 +402,7 @@ class FlatGradients:
         views, places = input.views, list(range(len(grads)))
         if False in here:
             grads, views, places = (list(itertools.compress(each, here)) for each in (grads, views, places))
-        if self.dtypes.takes_any or not _are_plain(grads):
+        if torch.is_grad_enabled() or self.dtypes.takes_any or not set(map(_layout, grads)) <= _STRIDED:
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if any(flat.wrappings):
@@ -419,26 +418,11 @@ class FlatGradients:
             self._put(index, grads.pop())
 
     def hold(self) -> None:
-        """Keep the gradients for the next backward to add to: with autograd, or in the input."""
+        """Copy gradients that are with autograd to the input, to which the next backward adds."""
         if self._stay_with_autograd:
-            grads = [grad for grad in map(_grad, self.flat.unsharded.params) if grad is not None]
-            if grads and not (self._adds_with_autograd and self._all_require_grad() and _are_plain(grads)):
+            grads = map(_grad, self.flat.unsharded.params)
+            if not all(map(operator.is_, grads, _NONE)):
                 self._copy_to_input(self.dtypes.reduce)
-
-    def copy_held(self) -> None:
-        """Copy held gradients to the input, for ``.grad`` of the unsharded parameters to get others, or none."""
-        if not self._stay_with_autograd:
-            return
-        assert self.input is not None
-        computes = self.flat.unsharded.params
-        grads = list(map(_grad, computes))
-        self.input.allocate(self.dtypes.reduce, self.runtime.capabilities.lend_memory)
-        for view, grad in zip(self.input.views, grads, strict=True):
-            if grad is not None:
-                torch.add(grad, _ZERO, out=view)  # [Note: Negative zero marks an unused parameter]
-        drop, here = map(_set_plain_grad, computes, _NONE), [grad is not None for grad in grads]
-        self._moved = here  # no interrupt comes before the next line
-        consume(drop)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
@@ -471,7 +455,7 @@ class FlatGradients:
         """
         flat = self.flat
         if True not in flat.requires_grad:  # frozen since the last backward: held gradients are dropped
-            self.discard(of_autograd=True)
+            self.partial = None
             return
         if self.input is None:
             return
@@ -575,11 +559,6 @@ class FlatGradients:
                 for param in params:
                     param.grad = param.grad
         return given
-
-
-def _are_plain(grads: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``grads`` are dense and have no graph, so that they can be added to in place."""
-    return not torch.is_grad_enabled() and set(map(_layout, grads)) <= _STRIDED
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:

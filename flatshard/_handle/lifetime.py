@@ -15,8 +15,7 @@ Gradients between a unit's first gradient and the end of its reduction:
 
 - NONE         there are none. (The reduced gradients, if any, are the parameters' ``.grad``.)
 - FILLING      gradients are arriving: in autograd's own tensors, or in the reduction input. See gradients.py.
-- HELD         they stay until the next backward, in autograd's tensors or in the reduction input: the last one did not
-               reduce (``no_sync``).
+- HELD         the reduction input keeps them until the next backward: the last one did not reduce (``no_sync``).
 - REDUCING     the collective reads the reduction input: it must not be written to.
 - DEFERRED     the same, or it has ended. The result becomes ``.grad`` when the user says so.
 - PARTIAL      they are averaged over the shards, and not over the replicas yet: reduction.py, [Note: Accumulating within the

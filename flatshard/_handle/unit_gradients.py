@@ -277,16 +277,6 @@ class UnitGradients:
             self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
             self._transition("hold")
 
-    @_on_its_stream
-    def copy_held(self) -> None:
-        """Copy held gradients out of ``.grad`` of the unsharded parameters, which is to get others, or none."""
-        if self.state is HELD:
-            self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
-            with torch.inference_mode(False), torch.no_grad():
-                for grads in self.flats:
-                    grads.copy_held()
-            self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
-
     @property
     def is_unreduced(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
@@ -379,7 +369,7 @@ class UnitGradients:
     @_on_its_stream
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, reduced or not, after an exception in backward."""
-        came = self.state in (FILLING, HELD, REDUCING)
+        came = self.state in (FILLING, REDUCING)
         try:
             self.finish(assign=False)
         except CollectiveError as e:

@@ -149,11 +149,8 @@ class UserChanges:
         for grads in self._gradients.flats:
             if grads.is_outdated:
                 self._gradients.check_not_deferred("p.grad_dtype was set")
-                self._gradients.copy_held()
                 with torch.inference_mode(False), torch.no_grad():  # the caller may be an inference, later ones not
                     grads.update()
-        if unfrozen_only and not all([p.requires_grad for flat in self._flats for p in flat.params]):
-            self._gradients.copy_held()  # autograd would add to those of parameters frozen since their forward
         synced = [flat.sync_requires_grad(unfrozen_only) for flat in self._flats]
         # A wrapped parameter may have become another leaf: see `swap_inside`.
         if any(synced) or any([any(flat.wrappings) for flat in self._flats]):

@@ -348,7 +348,7 @@ hybrid            2,100,096  300,416    758,344  3,135,084  203  7GRGARGARARARA
 one replica       1,799,680   75,104    496,712  3,135,084  203  7GRGRG3R
 replicas of one     600,320  600,320    678,200  3,134,572  251  5A
 checkpointed      1,799,680   75,104    493,624  3,463,852  279  7GRGRG3R
-3 x no_sync       4,197,376   75,104    990,824 10,593,140  527  25GRGRG3R
+3 x no_sync       4,197,376   75,104    991,452 10,593,140  583  25GRGRG3R
 3 x reduced       5,399,040   75,104    540,616  9,855,876  619  7GRGRG3R7GRGRG3R7GRGRG3R
 skipped           1,799,680   75,104    493,752  2,008,626  175  7GRGRG3R
 tensor parallel     908,672   75,984    272,776  3,158,956  227  7GRGRG3R

@@ -115,8 +115,6 @@ class _Summoned(Claim):
         self.before: list[torch.Tensor] | None = None
         self.shows_gradients = arguments["with_grads"] and not shows_gradients(unit)
         self.version = -1  # of the shown parameters at entry; -1: an outer body has assigned other memory to some
-        if self.shows_gradients:
-            unit.handle.gradients.copy_held()
         unit.claims.append(self)
         try:
             self._gather(arguments["offload_to_cpu"])

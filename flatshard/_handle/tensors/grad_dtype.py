@@ -66,7 +66,7 @@ def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 class GradDtypes:
     """The dtypes in which gradients arrive, are sent, reduced and stored. [Note: The dtype of a gradient]"""
 
-    __slots__ = ("_arriving", "_computed", "adds_up", "choices", "of_all", "of_each", "reduce", "sent", "takes_any")
+    __slots__ = ("_arriving", "_computed", "choices", "of_all", "of_each", "reduce", "sent", "takes_any")
 
     def __init__(self, options: FlatOptions, own: torch.dtype, owners: Sequence[nn.Parameter], are_added: bool) -> None:
         """Choose them, by the choices of the user.
@@ -90,8 +90,6 @@ class GradDtypes:
         self._arriving = [computed if other is None else promoted((computed, other)) for other in others]
         # Gradients that arrive in any dtype, or were added up before, may not fit into a narrower one.
         known = None not in choices and not are_added
-        # Whether autograd adds up gradients of several backwards in the reduce dtype.
-        self.adds_up = known and set(self._arriving) == {self.reduce}
         self.sent = exactly_sent_as(promoted(self._arriving), self.reduce) if known else self.reduce
         self.of_each = [choice or self.reduce for choice in choices]  # each ``.grad``
         self.of_all = promoted(self.of_each)  # all of them together
