@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from flatshard._base.errors import name_list, warn_user
 from flatshard._comm.collectives import LendMemory
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
@@ -424,6 +425,17 @@ class FlatGradients:
             if not all(map(operator.is_, grads, _NONE)):
                 self._copy_to_input(self.dtypes.reduce)
 
+    def warn_of_dropped(self) -> None:
+        """Warn if the input holds gradients of parameters that are frozen now: they will be dropped."""
+        if self.input is None or self._moved is None or self._all_require_grad():
+            return
+        each = zip(self.flat.layout.params, self.flat.params, self._moved, strict=True)
+        if frozen := [info.fqn for info, param, has_one in each if has_one and not param.requires_grad]:
+            warn_user(
+                f"parameters {name_list(frozen, 3)} were frozen while their gradients were held (no_sync), so these are "
+                "dropped. To keep them, call flatshard.reduce_gradients(module) before requires_grad_(False)"
+            )
+
     # -- reducing ----------------------------------------------------------------------------------------------------
 
     @property
@@ -454,6 +466,8 @@ class FlatGradients:
         ``accumulates``: some rank may hold gradients to add to.
         """
         flat = self.flat
+        if self._moved is not None:
+            self.warn_of_dropped()
         if True not in flat.requires_grad:  # frozen since the last backward: held gradients are dropped
             self.partial = None
             return

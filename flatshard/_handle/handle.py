@@ -123,6 +123,7 @@ class UnshardedMemory:
                 self.in_flight.append(started if exactly else runtime.then(started, flat.keep_gathered))
         except BaseException:
             self.abandon()
+            runtime.before_free(self.users)  # the memory may have been lent
             self.free()
             raise
 
@@ -160,6 +161,7 @@ class FlatParamHandle:
         # None while the parameters are sharded. Local to this rank, as `state` is, once a backward has completed the unit:
         # it frees it later if its graph lacks parameters. claims.py, [Note: Freeing], says how ranks gather equally often.
         self.stamp: UnshardedStamp | None = None
+        self._read_version = -1  # `version` of the values that the unsharded parameters had last, for autograd to read
         self.source: Source | None = None  # set by a feature
 
     @classmethod
@@ -298,7 +300,10 @@ class FlatParamHandle:
             memory.abandon()
         if self.on_meta:
             check_has_memory([self], "unshard")
-        runtime = self.runtime
+        runtime, version = self.runtime, self.version()
+        if self.state is LENT and version != self._read_version:
+            for flat in memory.flats:
+                flat.unsharded.close()  # to graphs that read the values which the gather replaces
         is_exact = exactly or runtime.capabilities.exact  # also of kept shards: they came from the same collectives
         if memory.flats:
             if self.has_static_buffers and memory.is_blocked:
@@ -315,7 +320,7 @@ class FlatParamHandle:
             except Exception as e:
                 self.state = PARAM_TRANSITIONS[self.state, "fail"]
                 runtime.fail(ALL_GATHER, self.fqn, e)
-        self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
+        self.stamp = UnshardedStamp(version, by, is_exact, for_backward)
         self.state = PARAM_TRANSITIONS[self.state, "unshard"]
 
     def use(self, by: int, for_backward: bool = False) -> None:
@@ -358,8 +363,11 @@ class FlatParamHandle:
             memory.free()
             self.state, self.stamp = PARAM_TRANSITIONS[self.state, "fail"], None
             self.runtime.fail(ALL_GATHER, self.fqn, e)
+        stamp = self.stamp
+        assert stamp is not None
         for flat in memory.flats:
-            flat.unsharded.open()
+            flat.unsharded.open(stamp.version == self._read_version)
+        self._read_version = stamp.version
         self.state = PARAM_TRANSITIONS[self.state, "wait"]
         memory.users = users
 
@@ -478,7 +486,8 @@ class FlatParamHandle:
         """Record that the shards were changed to the unsharded values. All ranks must call it."""
         increment_version(self._params)
         if self.stamp is not None:
-            self.stamp = self.stamp._replace(version=self.version())
+            self._read_version = version = self.version()
+            self.stamp = self.stamp._replace(version=version)
 
     def sync_unfrozen(self) -> None:
         """Adopt what the user unfroze, and the dtypes that the user chose for gradients, before a backward.

@@ -267,6 +267,8 @@ class UnitGradients:
         Also called if this rank has no gradients: other ranks may hold some, and the next reduction includes all ranks.
         """
         if not any([grads.are_wanted for grads in self.flats]):
+            for grads in self.flats:
+                grads.warn_of_dropped()
             self.discard()
         elif self.state in (NONE, PARTIAL):
             self._transition("receive")

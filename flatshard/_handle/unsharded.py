@@ -16,7 +16,8 @@ Backward may enter a unit by a tensor that flatshard has not seen, such as a los
 autograd reads saved parameters whose values are not there: memory without contents while an all-gather is in flight, values
 of another unit in a static buffer, or no memory at all, which ends the process. So from the moment that the memory is freed
 until the next gather has ended, the version counters of all unsharded parameters are raised, and autograd refuses to read
-them.
+them. They stay raised if the gather brings other values than before, as after an optimizer's step: a graph of an earlier
+forward must not read these.
 
 [Note: Static buffers]
 CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With
@@ -351,10 +352,16 @@ class UnshardedBuffer:
             increment_version(self.params)
             self._is_closed = True
 
-    def open(self) -> None:
-        """Let autograd read the unsharded parameters again: they have their values."""
+    def open(self, to_earlier: bool = True) -> None:
+        """Let autograd read the unsharded parameters again: they have their values.
+
+        ``to_earlier``: also in graphs from before ``close``. The values are the same.
+        """
         if self._is_closed:
-            _set_versions(self.params, self._versions)
+            if to_earlier:
+                _set_versions(self.params, self._versions)
+            else:
+                self._versions = tuple(map(_version, self.params))
             self._is_closed = False
 
     def unbind(self) -> None:

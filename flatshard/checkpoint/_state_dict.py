@@ -307,7 +307,7 @@ def check_idle(units: list[Unit], verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has full tensors. "
             "Call it outside"
         )
-    if reached := [u for u in units if u.graph.now is not None]:
+    if reached := [u for u in units if u.graph.status is not None]:
         if _is_running(reached):
             names = name_list(u.fqn or "<root>" for u in reached)
             raise RuntimeError(f"{verb}: {names} are in a backward. Call it when loss.backward() has returned")

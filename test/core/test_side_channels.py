@@ -270,16 +270,17 @@ def test_what_an_earlier_backward_has_freed_is_not_read_either(ctx):
 
 
 class Aside(nn.Module):
-    """Stores two losses elsewhere: one of a graph of its own, one of the graph of its output."""
+    """Stores two losses elsewhere: one of a graph of its own, one of the graph of its output. May return a weight, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, lends: bool = False) -> None:
         super().__init__()
+        self.lends = lends
         self.weight, self.other = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight
         EVERYWHERE[:] = [(torch.tanh(part @ self.other) @ self.other).sum() for part in (x.detach(), torch.tanh(y))]
-        return y
+        return (y, self.other.t()) if self.lends else y
 
 
 @ranks(2)
@@ -290,6 +291,24 @@ def test_what_the_backward_of_the_output_has_freed_is_not_read(ctx):
         model(torch.ones(2, WIDTH)).square().mean().backward(retain_graph=retains_graph)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             EVERYWHERE[number].backward()
+    EVERYWHERE.clear()
+
+
+@ranks(2)
+def test_values_of_a_later_step_are_not_read(ctx):
+    """A loss that a forward kept in a list outlives an optimizer's step, and the next gather."""
+    nexts = [lambda model: model(torch.ones(2, WIDTH)), lambda model: flatshard.unshard(model, recurse=True)]
+    for strategy, lends, run_next in itertools.product(("full_shard", "shard_grad_op"), (False, True), nexts):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Aside(lends))
+        fully_shard(model, policy={Aside, nn.Linear}, process_group=ctx.group, strategy=strategy)
+        output, (loss, _) = model(torch.ones(2, WIDTH)), EVERYWHERE  # while the output lives, it may use lent memory
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        run_next(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del output
     EVERYWHERE.clear()
 
 

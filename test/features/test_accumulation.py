@@ -2,13 +2,15 @@
 
 import contextlib
 import copy
+import itertools
 
+import pytest
 import torch
 from clean import check_clean
 from models import Block, Net
 from on_ranks import ranks
 from parity import check_same_gradients, parts, twins
-from torch import nn
+from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
@@ -134,3 +136,66 @@ def test_which_modules_a_backward_reduces_too(ctx):
     assert not any(reduced(other))
     flatshard.reduce_gradients(other)
     assert all(reduced(other))
+
+
+class Shared(nn.Module):
+    """Two parameters whose gradients are views of one tensor: autograd gives both the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.kind = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.position.unsqueeze(0) + self.kind.unsqueeze(0))
+
+
+def train(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+@ranks(2)
+def test_held_gradients_are_apart_from_autograds_and_the_users(ctx):
+    """They share no memory. No ``zero_grad`` or clipping finds them, and a parameter may be frozen for one microbatch."""
+    plain, model = twins(ctx, Shared)
+    losses = []
+    for number in range(3):
+        for each in (plain, model):
+            each.kind.requires_grad_(number != 1)
+        x, own = parts(ctx, torch.randn(2, 3, 4).double())
+        losses.append(plain(x).square().mean())
+        with flatshard.no_sync(model) if number < 2 else contextlib.nullcontext():
+            train(model, own)
+        if number == 0:
+            with flatshard.summon_full_params(model):
+                model.zero_grad()
+            flatshard.unshard(model)
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
+            flatshard.reshard(model)
+    sum(losses).backward()  # one backward: several would add to the memory that both gradients share
+    check_same_gradients(model, plain)
+
+
+@ranks(2)
+def test_held_gradients_of_a_parameter_that_is_frozen_are_dropped_with_a_warning(ctx):
+    """The call that the warning names keeps them, in inference mode too."""
+    for keeps, frozen in itertools.product((False, True), (["kind"], ["kind", "position"])):
+        plain, model = twins(ctx, lambda: nn.Sequential(Shared(), nn.Linear(4, 4)), {Shared, nn.Linear})
+        x, own = parts(ctx, torch.randn(2, 3, 4).double())
+        with flatshard.no_sync(model):
+            train(model, own)
+        train(plain, x)
+        if keeps:
+            with torch.inference_mode():
+                flatshard.reduce_gradients(model)
+        for each, name in itertools.product((plain, model), frozen):
+            each[0].get_parameter(name).requires_grad_(False)
+        with (
+            contextlib.nullcontext() if keeps else pytest.warns(UserWarning, match=r"reduce_gradients\(module\) before")
+        ):
+            with flatshard.no_sync(model) if len(frozen) > 1 else contextlib.nullcontext():
+                train(model, own)
+            flatshard.reduce_gradients(model)
+        train(plain, x)
+        for name in () if keeps else frozen:
+            plain[0].get_parameter(name).grad = None
+        check_same_gradients(model, plain)

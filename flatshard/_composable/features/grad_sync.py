@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, overload
 
+import torch
 from torch import nn
 
 from flatshard._base.errors import name_list
@@ -29,8 +30,9 @@ def no_sync(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
 
     This is about where backward *runs*; it does not matter where its forward ran. All ranks must enter together. Inside,
     ``.grad`` does not change, and ``zero_grad()`` does not drop the accumulated gradients: its next backward outside reduces
-    them. To drop them, call :func:`recover`; an exception in a backward drops them, too. With a single rank gradients are
-    added to ``.grad`` at once.
+    them. To drop them, call :func:`recover`; an exception in a backward drops them, too. Those of a parameter that is frozen
+    meanwhile are dropped with a warning: call :func:`reduce_gradients` before ``requires_grad_(False)`` to keep them. With a
+    single rank gradients are added to ``.grad`` at once.
 
     flatshard's norms, its clipping and an optimizer's step raise as long as gradients are held, inside and after the block:
     they would miss them. (torch's own ``clip_grad_norm_`` finds ``.grad`` None, and returns 0; the step raises.) If all
@@ -125,8 +127,9 @@ class ReductionHandle:
                 f"wait() of reduce_gradients: the gradients of units {name_list((u.fqn for u in units), 3)} were dropped, by "
                 "flatshard.recover or an exception in a backward. Call zero_grad(), and run the step again"
             )
-        for context in self._drops:
-            finish_deferred(context.reductions, units)
+        with torch.inference_mode(False), torch.no_grad():  # later backwards add to these gradients
+            for context in self._drops:
+                finish_deferred(context.reductions, units)
 
 
 @overload
@@ -186,8 +189,9 @@ def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> Red
     for unit in units:
         if not unit.claims.in_use:
             unit.handle.check_parameters()
-    for context in contexts:
-        reduce_held(context.reductions, {unit for unit in held if unit.context is context}, one_by_one=not async_op)
+    with torch.inference_mode(False), torch.no_grad():  # later backwards add to these gradients
+        for context in contexts:
+            reduce_held(context.reductions, {unit for unit in held if unit.context is context}, one_by_one=not async_op)
     handle = ReductionHandle([u for context in contexts for u in context.reductions.deferred if u in units])
     if async_op:
         return handle
