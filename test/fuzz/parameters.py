@@ -154,13 +154,18 @@ class Parameters(Runner):
 
     def _toggle(self, s: programs.Toggle, twin: Twin, module: None) -> bool:
         name = twin.names[s.param % len(twin.names)]
-        return self._train_some(s.value, twin.own[name], twin.plain.get_parameter(name), [twin.own[name]])
+        return self._train_some(s.value, twin, twin.own[name], twin.plain.get_parameter(name), [twin.own[name]])
 
     def _freeze(self, s: programs.Freeze, twin: Twin, module: nn.Module) -> bool:
         plain = twin.plain.get_submodule(twin.path(s.place))
-        return twin.shows_own and self._train_some(s.value, module, plain, [*module.parameters()])
+        return twin.shows_own and self._train_some(s.value, twin, module, plain, [*module.parameters()])
 
-    def _train_some(self, value: bool, mine: Any, theirs: Any, params: list[nn.Parameter]) -> bool:
+    def _train_some(self, value: bool, twin: Twin, mine: Any, theirs: Any, params: list[nn.Parameter]) -> bool:
+        recomputes = any(loss.twin is twin for loss in self.losses.values()) and any(
+            u.config.recompute for u in twin.units
+        )
+        if value and recomputes:
+            return False  # torch's checkpoint would read other tensors than those of the forward
         if self.program.optimizer == "flat" or not all(p.is_floating_point() and owner_of(p) for p in params):
             return False
         mine.requires_grad_(value)
