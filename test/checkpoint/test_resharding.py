@@ -3,6 +3,7 @@
 The fuzzer's programs restart jobs, which covers other layouts and numbers of ranks.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from flatshard import fully_shard, load_checkpoint
+import flatshard
+from flatshard import fully_shard, load_checkpoint, save_checkpoint
 from flatshard._base import torch_versions
 
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -107,3 +109,30 @@ def test_each_rank_reads_its_own_bytes_of_a_file(ctx, path: str) -> None:
     mappings = [m for m in Path("/proc/self/smaps").read_text().split("VmFlags:") if path in m]
     resident = sum(int(m.partition("\nRss:")[2].split()[0]) * 1024 for m in mappings)
     assert part * 0.9 < resident < part + 5_000_000, resident  # the kernel maps up to 2 MB around the bytes read
+
+
+@ranks(2)
+def test_a_load_calls_few_functions(ctx, path: str) -> None:
+    """For a unit of two parameters with AdamW's state, beyond what any load calls."""
+    folder, calls = str(Path(flatshard.__file__).parent), []
+    for units in (6, 12):
+        model = fully_shard(
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(units))), policy={nn.Linear}, process_group=ctx.group
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state, count = {"model": model, "optim": optimizer}, [0]
+        save_checkpoint(f"{path}/{units}", state, process_group=ctx.group)
+        load_checkpoint(f"{path}/{units}", state, process_group=ctx.group)  # makes records for later ones
+
+        def note(frame: Any, event: str, arg: Any, count: list[int] = count) -> None:
+            count[0] += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+        sys.setprofile(note)
+        try:
+            load_checkpoint(f"{path}/{units}", state, process_group=ctx.group)
+        finally:
+            sys.setprofile(None)
+        calls += count
+    assert 0 < (calls[1] - calls[0]) / 6 <= 270, calls
