@@ -305,8 +305,7 @@ def _reduce_held_inside(backward: Backward) -> None:
 
 def _forget_touched(backward: Backward) -> None:
     backward.context.drop_ahead()  # what is ahead is touched, too
-    leaking = () if backward.retains_graph else backward.leaking
-    for record in leaking:
+    for record in () if backward.retains_graph else backward.leaking:
         record.unit.history.drop_leak(record)
     for unit in backward.touched:
         unit.history.was_kept_unsharded = backward.keeps_unsharded
@@ -318,8 +317,6 @@ def _forget_touched(backward: Backward) -> None:
             unit.handle.set_used_by(BY_NONE)
         elif unit.claims or unit.handle.registrations.shows is not SHARDED_PARAMS or unit.handle.state is not SHARDED:
             unit.release(Reason.BACKWARD_ENDED)  # otherwise it was freed when it was complete
-    for record in leaking if not backward.keeps_unsharded else ():
-        record.unit.release(Reason.BACKWARD_ENDED)  # its memory may be lent
 
 
 def _on_death(backward: Backward, callback: object) -> None:

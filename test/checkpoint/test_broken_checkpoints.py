@@ -94,8 +94,16 @@ class Translates(nn.Linear):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-def test_a_module_with_a_say_in_its_loading(tmp_path):
-    saved, module = Translates(2, 2), Translates(2, 2)
+class LoadsItself(nn.Linear):
+    """A module with a ``load_state_dict`` of its own."""
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict(state | {"weight": state["weight"] * 2}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Translates, LoadsItself])
+def test_a_module_with_a_say_in_its_loading(tmp_path, kind: type[nn.Linear]):
+    saved, module = kind(2, 2), kind(2, 2)
     save_checkpoint(tmp_path / "x", {"m": saved, "s": Refuses(1, False)})
     before = module.weight.detach().clone()
     with expect("not this one"):
@@ -321,6 +329,7 @@ DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
     (sealed(lambda found: found.state_dict_metadata["m.a.weight"].chunks.clear()), "'m.a.weight' has 0 of 9 elements"),
     (sealed(without_a_place), r"does not say where 'm.a.weight' at \(0, 0\) is"),
     (sealed(body(nbytes=2**45)), "says that an entry lies where none can"),
+    (sealed(body(nbytes=36.0)), "says that an entry lies where none can"),
     (sealed(body(start=-8)), "says that an entry lies where none can"),
     (sealed(body(stride=(-3, 1))), "says that an entry lies where none can"),
     (sealed(body(stride=(2**40, 1))), r"has 36 bytes of 'm.a.weight' at \(0, 0\), too few for its shape"),

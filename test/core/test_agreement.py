@@ -1,6 +1,7 @@
 """Ranks gather, reduce and free alike, although each has facts of its own: its data, its references, its garbage."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import ShardingStrategy
 from flatshard._composable.state import unit_of
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.lifetime import LENT, SHARDED
 
 
 class Shows(nn.Module):
@@ -174,6 +177,45 @@ def test_what_was_lent_is_freed_when_the_backward_ends(ctx):
     for all_of_it in (False, True, False, True):
         model[1](model[0](torch.ones(2, 4), all_of_it)()).square().mean().backward()
         assert not has_memory(model[0])
+
+
+class Partly(nn.Module):
+    """A module that leaves out one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@ranks(2)
+def test_a_unit_that_lacks_a_parameter_in_each_step_is_freed_when_it_is_left(ctx):
+    """Its forward watches its inputs from the second step on."""
+    model = flatshard.fully_shard(nn.Sequential(nn.Linear(4, 4), Partly()), policy={Partly}, process_group=ctx.group)
+    seen: list[bool] = []
+    model[0].register_forward_hook(
+        lambda m, args, y: y.register_hook(lambda grad: seen.append(has_memory(model[1]))) and None
+    )
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert seen == [True, False]
+
+
+@ranks(2)
+def test_a_gather_that_does_not_start_takes_lent_memory_back(ctx):
+    model = flatshard.fully_shard(Expert(), process_group=ctx.group)
+    handle = unit_of(model).handle
+    with torch.no_grad():
+        shown = model(torch.ones(1, 4), "bias")[0]
+    assert handle.state is LENT
+    refusal = RuntimeError("out of memory")
+    with mock.patch.object(FlatParam, "gather", side_effect=refusal), pytest.raises(flatshard.CollectiveError):
+        flatshard.unshard(model)
+    assert handle.state is SHARDED
+    assert not has_memory(model)
+    del shown
 
 
 @ranks(2)

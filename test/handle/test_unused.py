@@ -40,7 +40,7 @@ def test_what_an_earlier_backward_used_has_a_gradient(ctx: Context) -> None:
 
 @ranks(2)
 def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
-    """It also counts on a rank that did not use the parameter, in small flat parameters and in large ones."""
+    """It also counts on a rank that did not use the parameter, in small flat parameters and in large ones. None does not."""
     for numel in (64, 2**16):
         model = Scales(0)
         model.scales = nn.ParameterList(torch.ones(numel) for _ in range(3))  # both ranks hold part of the second
@@ -48,6 +48,10 @@ def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
         flatshard.unshard(model)
         sum((w * -0.0).sum() for i, w in enumerate(model.scales) if i != 1 or ctx.rank).backward()
         assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        flatshard.unshard(model)
+        sum(w.sum() for i, w in enumerate(model.scales) if i != 1).backward()
+        assert [p.grad is None for p in model.scales] == [False, True, False]
 
 
 @ranks(2)
