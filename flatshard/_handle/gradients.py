@@ -259,8 +259,6 @@ class FlatGradients:
             self.dtypes.apply_to(flat.unsharded.params)
         dtype, numel = self.dtypes.reduce, flat.layout.padded_numel
         self._is_small = numel * dtype.itemsize < SMALL
-        if flat.kind.is_trainable:
-            self.unused.choose({dtype, self.dtypes.of_all, *self.dtypes.of_each})
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
         # None if gradients arrive `AS_GRAD`. It has memory from the first copy to `set_grads`.
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
@@ -489,7 +487,7 @@ class FlatGradients:
                     if names_unused and param.requires_grad:
                         no_gradient.append(index)
         if no_gradient or self.unused.found:
-            self.unused.begin(no_gradient)
+            self.unused.begin(no_gradient, {self.dtypes.reduce, self.dtypes.of_all, *self.dtypes.of_each})
         dtypes = self.dtypes.reduce, self.dtypes.of_all
         self.reduction = Reduction(flat, self.runtime, self.input.flat, dtypes, self.unused, self.partial)
         self.partial = None
@@ -557,8 +555,7 @@ class FlatGradients:
             # The current `requires_grad` counts, as in autograd: the user may have changed it since the forward.
             if not param.requires_grad:
                 continue
-            is_named = index in unused.named or not grad.numel()
-            if not (has_one or (index not in unused.found if is_named else _used_elsewhere(grad))):
+            if not (has_one or (index not in unused.found if index in unused.named else _used_elsewhere(grad))):
                 continue
             given.append(param)
             if param.grad is None:

@@ -59,28 +59,18 @@ class Unused:
 
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
-        self.named: set[int] = set()
+        self.named: set[int] = set()  # of the parameters that this rank did not use: ranks name them
         self.found: set[int] = set()  # Local to this rank until `read_published`. It decides about the store alone
         self._unread: tuple[Runtime, str] | None = None  # the runtime and key of a list that was not read yet
         self._read: dict[int, str] = {}  # the list that was read last, to be deleted, by the number of the runtime
 
-    def choose(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Choose the parameters to name: some rank holds no element, or one of ``dtypes`` rounds averages to zero.
-
-        ``dtypes``: of the sums and the gradients.
-        """
+    def begin(self, unused: Iterable[int], dtypes: Iterable[torch.dtype]) -> None:
+        """Record that this rank has no gradient for the parameters ``unused``. ``dtypes``: of the sums and the gradients."""
+        self._unread = None
         layout = self._layout
         loses_marks = any(torch.finfo(dtype).smallest_normal > _SMALL_ENOUGH for dtype in dtypes)
-        self.named = {
-            i
-            for i in range(len(layout.params))
-            if layout.padded_numel and (loses_marks or len(layout.holders(i)) < layout.world_size)
-        }
-
-    def begin(self, unused: Iterable[int]) -> None:
-        """Record that this rank has no gradient for the parameters ``unused``."""
-        self._unread = None
-        self.found = self.named.intersection(unused)
+        self.named = {i for i in unused if loses_marks or len(layout.holders(i)) < layout.world_size}
+        self.found = {*self.named} if layout.padded_numel else set()
 
     def keep_only(self, unused: set[int]) -> None:
         """Keep in ``found`` only the parameters that earlier reductions did not use either: ``unused``."""
