@@ -46,7 +46,7 @@ class Reason(enum.Enum):
     """A reason to free a unit. Each member says when it applies, and which need refuses it, or None.
 
     ``in_backward``: a backward refuses it, too, if its graph outlives it (``Backward.keeps_unsharded``).
-    ``changes_are_seen``: the end of the last forward has looked for changes of its parameters, and none came later.
+    ``changes_are_seen``: the end of the last forward has looked for changes of its parameters. Later ones are dropped.
     """
 
     FORWARD_ENDED = "a forward ends, and the unit is not to stay for its backward", Need.BUFFER, False, True

@@ -464,7 +464,7 @@ class FlatGradients:
         ``accumulates``: some rank may hold gradients to add to.
         """
         flat = self.flat
-        if self._moved is not None:
+        if accumulates and self._moved is not None:
             self.warn_of_dropped()
         if True not in flat.requires_grad:  # frozen since the last backward: held gradients are dropped
             self.partial = None

@@ -365,7 +365,7 @@ class FlatParamHandle:
             self.runtime.fail(ALL_GATHER, self.fqn, e)
         stamp = self.stamp
         assert stamp is not None
-        for flat in memory.flats:
+        for flat in self.flats:
             flat.unsharded.open(stamp.version == self._read_version)
         self._read_version = stamp.version
         self.state = PARAM_TRANSITIONS[self.state, "wait"]

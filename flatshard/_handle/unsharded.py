@@ -17,7 +17,7 @@ autograd reads saved parameters whose values are not there: memory without conte
 of another unit in a static buffer, or no memory at all, which ends the process. So from the moment that the memory is freed
 until the next gather has ended, the version counters of all unsharded parameters are raised, and autograd refuses to read
 them. They stay raised if the gather brings other values than before, as after an optimizer's step: a graph of an earlier
-forward must not read these.
+forward must not read these. Versions are those of a unit: a step of one of its parameters closes all to such a graph.
 
 [Note: Static buffers]
 CUDA graphs, NCCL's registered buffers and symmetric memory need a few buffers with fixed addresses. With
@@ -347,7 +347,7 @@ class UnshardedBuffer:
         ``seen``: they cannot have changed since the last call of ``was_changed``.
         """
         if not self._is_closed:
-            if not seen:
+            if not seen or not self._versions:  # `assume_changed` drops them
                 self._versions = tuple(map(_version, self.params))
             increment_version(self.params)
             self._is_closed = True
@@ -357,12 +357,12 @@ class UnshardedBuffer:
 
         ``to_earlier``: also in graphs from before ``close``. The values are the same.
         """
-        if self._is_closed:
-            if to_earlier:
-                _set_versions(self.params, self._versions)
-            else:
-                self._versions = tuple(map(_version, self.params))
-            self._is_closed = False
+        if not to_earlier:
+            self.close(seen=True)
+            self._versions = tuple(map(_version, self.params))
+        elif self._is_closed:
+            _set_versions(self.params, self._versions)
+        self._is_closed = False
 
     def unbind(self) -> None:
         """Bind to a free buffer at the next ``allocate``. No graph may have views of the current one."""

@@ -298,7 +298,9 @@ def test_what_the_backward_of_the_output_has_freed_is_not_read(ctx):
 def test_values_of_a_later_step_are_not_read(ctx):
     """A loss that a forward kept in a list outlives an optimizer's step, and the next gather."""
     nexts = [lambda model: model(torch.ones(2, WIDTH)), lambda model: flatshard.unshard(model, recurse=True)]
-    for strategy, lends, run_next in itertools.product(("full_shard", "shard_grad_op"), (False, True), nexts):
+    for strategy, lends, run_next in itertools.product(
+        ("full_shard", "shard_grad_op", "no_shard"), (False, True), nexts
+    ):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Aside(lends))
         fully_shard(model, policy={Aside, nn.Linear}, process_group=ctx.group, strategy=strategy)
         output, (loss, _) = model(torch.ones(2, WIDTH)), EVERYWHERE  # while the output lives, it may use lent memory
@@ -310,6 +312,17 @@ def test_values_of_a_later_step_are_not_read(ctx):
             loss.backward()
         del output
     EVERYWHERE.clear()
+
+
+@ranks(2)
+def test_a_backward_may_read_the_data_of_parameters(ctx):
+    plain, model = twins(ctx, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), {nn.Linear})
+    for linear in model:
+        linear.register_full_backward_hook(lambda module, *grads: module.weight.data.norm() and None)
+    for _ in range(3):
+        for each, x in zip((plain, model), parts(ctx, torch.randn(2, WIDTH).double()), strict=True):
+            each(x).square().mean().backward()
+    check_same_gradients(model, plain)
 
 
 @ranks(2)
