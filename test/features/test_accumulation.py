@@ -179,7 +179,7 @@ def test_held_gradients_are_apart_from_autograds_and_the_users(ctx):
 def test_held_gradients_of_a_parameter_that_is_frozen_are_dropped_with_a_warning(ctx):
     """The call that the warning names keeps them, in inference mode too."""
     for keeps, frozen in itertools.product((False, True), (["kind"], ["kind", "position"])):
-        plain, model = twins(ctx, lambda: nn.Sequential(Shared(), nn.Linear(4, 4)), {Shared, nn.Linear})
+        plain, model = twins(ctx, lambda: nn.Sequential(nn.Linear(4, 4), Shared()), {Shared, nn.Linear})
         x, own = parts(ctx, torch.randn(2, 3, 4).double())
         with flatshard.no_sync(model):
             train(model, own)
@@ -188,14 +188,14 @@ def test_held_gradients_of_a_parameter_that_is_frozen_are_dropped_with_a_warning
             with torch.inference_mode():
                 flatshard.reduce_gradients(model)
         for each, name in itertools.product((plain, model), frozen):
-            each[0].get_parameter(name).requires_grad_(False)
+            each[1].get_parameter(name).requires_grad_(False)
         with (
             contextlib.nullcontext() if keeps else pytest.warns(UserWarning, match=r"reduce_gradients\(module\) before")
         ):
             with flatshard.no_sync(model) if len(frozen) > 1 else contextlib.nullcontext():
                 train(model, own)
-            flatshard.reduce_gradients(model)
+        flatshard.reduce_gradients(model)
         train(plain, x)
         for name in () if keeps else frozen:
-            plain[0].get_parameter(name).grad = None
+            plain[1].get_parameter(name).grad = None
         check_same_gradients(model, plain)
