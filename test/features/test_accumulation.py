@@ -177,7 +177,7 @@ def test_held_gradients_are_apart_from_autograds_and_the_users(ctx):
 
 @ranks(2)
 def test_held_gradients_of_a_parameter_that_is_frozen_are_dropped_with_a_warning(ctx):
-    """The call that the warning names keeps them, in inference mode too."""
+    """The call that the warning names keeps them, in inference mode too. They are frozen before a forward or after it."""
     for keeps, frozen in itertools.product((False, True), (["kind"], ["kind", "position"])):
         plain, model = twins(ctx, lambda: nn.Sequential(nn.Linear(4, 4), Shared()), {Shared, nn.Linear})
         x, own = parts(ctx, torch.randn(2, 3, 4).double())
@@ -187,15 +187,25 @@ def test_held_gradients_of_a_parameter_that_is_frozen_are_dropped_with_a_warning
         if keeps:
             with torch.inference_mode():
                 flatshard.reduce_gradients(model)
-        for each, name in itertools.product((plain, model), frozen):
-            each[1].get_parameter(name).requires_grad_(False)
+
+        def freeze(plain: nn.Module = plain, model: nn.Module = model, frozen: list[str] = frozen) -> None:
+            for each, name in itertools.product((plain, model), frozen):
+                each[1].get_parameter(name).requires_grad_(False)
+
+        is_after = len(frozen) > 1
+        if not is_after:
+            freeze()
+        losses = [plain(x).square().mean(), model(own).square().mean()]
+        if is_after:
+            freeze()
+        warns = pytest.warns(UserWarning, match=r"reduce_gradients\(module\) before")
         with (
-            contextlib.nullcontext() if keeps else pytest.warns(UserWarning, match=r"reduce_gradients\(module\) before")
+            contextlib.nullcontext() if keeps else warns,
+            flatshard.no_sync(model) if is_after else contextlib.nullcontext(),
         ):
-            with flatshard.no_sync(model) if len(frozen) > 1 else contextlib.nullcontext():
-                train(model, own)
+            losses[1].backward()
         flatshard.reduce_gradients(model)
-        train(plain, x)
+        losses[0].backward()
         for name in () if keeps else frozen:
             plain[1].get_parameter(name).grad = None
         check_same_gradients(model, plain)

@@ -56,7 +56,7 @@ def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
 
 @ranks(2)
 def test_a_gradient_that_rounds_to_negative_zero_is_a_gradient(ctx: Context) -> None:
-    """The average of a negative gradient, the smallest number of its dtype, is -0.0. Both ranks hold part of the large ones."""
+    """The average of a negative gradient, the smallest number of its dtype, is -0.0. Both ranks hold part of large ones."""
     half, single = torch.float16, torch.float32
     for dtype, reduce_dtype, sizes in ((single, single, (1,)), (half, half, (1, 2, 64)), (half, single, (64,))):
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # a subnormal number
