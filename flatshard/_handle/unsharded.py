@@ -358,7 +358,8 @@ class UnshardedBuffer:
         ``to_earlier``: also in graphs from before ``close``. The values are the same.
         """
         if not to_earlier:
-            self.close(seen=True)
+            if not self._is_closed:
+                increment_version(self.params)
             self._versions = tuple(map(_version, self.params))
         elif self._is_closed:
             _set_versions(self.params, self._versions)

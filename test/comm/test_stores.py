@@ -82,7 +82,7 @@ def test_equal_words_of_two_ranks_are_two(kind: str, tmp_path: Path) -> None:
             rank=rank, world_size=2, number=0, store=lambda: store, progress=types.SimpleNamespace(counts={})
         )
         ranks.append(Unused(layout))  # type: ignore[arg-type]
-        ranks[rank].begin([1])
+        ranks[rank].begin([1], [torch.float32])
         ranks[rank].publish(runtime, Label("unit", 8))
     for unused in ranks:
         unused.read_published(types.SimpleNamespace(wait=lambda: None))

@@ -192,6 +192,7 @@ def test_held_gradients_of_a_parameter_that_is_frozen_are_dropped_with_a_warning
             for each, name in itertools.product((plain, model), frozen):
                 each[1].get_parameter(name).requires_grad_(False)
 
+        # Frozen after its forward, a unit comes to the end of a backward that holds.
         is_after = len(frozen) > 1
         if not is_after:
             freeze()
