@@ -33,6 +33,7 @@ from flatshard._composable.gathering import (
 from flatshard._composable.reduction_queue import finish_previous
 from flatshard._composable.state import AwaitedGradients, ForwardRecord, Unit, Way, current_graph_task
 from flatshard._composable.to_come import (
+    comes_again,
     may_get_more,
     needs_no_values,
     needs_nothing_after_inputs,
@@ -183,6 +184,10 @@ def receive_last_gradient(unit: Unit) -> None:
         finish_previous_and_gather(unit)
     if may_get_more(unit):
         postpone(backward, unit)
+        # A rank whose graph has all parameters of the unit completes it here, and gathers the next one.
+        counts_as_complete = unit.handle.gradients.accumulators.are_all and not comes_again(unit)
+        if counts_as_complete and unit.config.backward_prefetch is BACKWARD_POST:
+            prefetch_after_unit(unit)
         return
     counts_as_sharded = _free_or_lend(unit)  # before the reduction input is allocated
     complete(backward, unit)

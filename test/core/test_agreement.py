@@ -203,6 +203,31 @@ def test_a_unit_that_lacks_a_parameter_in_each_step_is_freed_when_it_is_left(ctx
     assert seen == [True, False]
 
 
+class Aside(nn.Module):
+    """A module with a unit inside that no gradient comes to. Some ranks leave out a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, uses_bias: bool) -> Tensor:
+        y = x * self.scale + (self.bias if uses_bias else 0)
+        self.told = self.inner(y)
+        return y
+
+
+@ranks(2, timeout=20)
+def test_a_rank_that_waits_for_more_gathers_ahead_like_others(ctx):
+    model = nn.ModuleList([Aside(), nn.Linear(4, 4)])
+    for module in (model[0].inner, *model):
+        flatshard.fully_shard(module, process_group=ctx.group, backward_prefetch="BACKWARD_POST")
+    for _ in range(3):
+        model[1](model[0](torch.ones(2, 4), ctx.rank == 0)).square().mean().backward()
+        assert all(p.grad is not None for p in (model[0].scale, model[0].bias))
+        assert flatshard.clip_grad_norm_(model, 1.0) > 0
+
+
 @ranks(2)
 def test_a_gather_that_does_not_start_takes_lent_memory_back(ctx):
     model = flatshard.fully_shard(Expert(), process_group=ctx.group)
