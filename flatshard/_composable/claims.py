@@ -62,10 +62,10 @@ class Reason(enum.Enum):
     ASKED = "a verb of the user asks, after a check that it is not in use: `reshard`", None
 
     def __init__(
-        self, when: str, refused_from: Need | None, in_backward: bool = False, changes_are_seen: bool | None = None
+        self, when: str, refused_from: Need | None, in_backward: bool = False, changes_are_seen: bool = False
     ) -> None:
         self.when, self.refused_from, self.in_backward = when, refused_from, in_backward
-        self.changes_are_seen = in_backward if changes_are_seen is None else changes_are_seen
+        self.changes_are_seen = changes_are_seen or in_backward
 
 
 # For code that runs in each step: in Python 3.11 `Need.BUFFER` is a call of a function.

@@ -264,8 +264,8 @@ class FlatGradients:
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
         together = Arrival.TOGETHER if self._is_small or not flat.holds_all else Arrival.ONE_BY_ONE
         self.arrival = together if to_reduce else Arrival.AS_GRAD
-        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None if
-        # no one was. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
+        # Whether a gradient of each parameter has been moved from autograd, to the input or to `.grad` (`AS_GRAD`). None: not
+        # yet. Local to this rank: a parameter without a gradient is marked as unused, and is reduced all the same.
         self._moved: list[bool] | None = None
         self.prepare_slices()
 

@@ -378,7 +378,7 @@ class FlatParamHandle:
             forward_graph: an object that lives as long as the graph of the forward that ends, or None if there is no graph.
                 While it lives, shards may be kept for the gather of its backward.
             lends: leave the memory and its values to outputs that alias it, until the next call without this.
-            changes_are_seen: nothing has changed the unsharded parameters since ``write_back_if_changed``.
+            changes_are_seen: ``write_back_if_changed`` has looked for changes. Later ones are dropped.
         """
         if self.state is UNSHARDING:
             try:

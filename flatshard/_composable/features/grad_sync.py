@@ -30,9 +30,9 @@ def no_sync(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
 
     This is about where backward *runs*; it does not matter where its forward ran. All ranks must enter together. Inside,
     ``.grad`` does not change, and ``zero_grad()`` does not drop the accumulated gradients: its next backward outside reduces
-    them. To drop them, call :func:`recover`; an exception in a backward drops them, too. Those of a parameter that is frozen
-    meanwhile are dropped with a warning: call :func:`reduce_gradients` before ``requires_grad_(False)`` to keep them. With a
-    single rank gradients are added to ``.grad`` at once.
+    them. To drop them, call :func:`recover`; an exception in a backward drops them, too. If a parameter is
+    frozen meanwhile, its gradient is dropped with a warning. To keep it, call :func:`reduce_gradients` before
+    ``requires_grad_(False)``. With a single rank gradients are added to ``.grad`` at once.
 
     flatshard's norms, its clipping and an optimizer's step raise as long as gradients are held, inside and after the block:
     they would miss them. (torch's own ``clip_grad_norm_`` finds ``.grad`` None, and returns 0; the step raises.) If all
