@@ -35,7 +35,7 @@ from flatshard._composable.state import AwaitedGradients, ForwardRecord, Unit, W
 from flatshard._composable.to_come import (
     comes_again,
     may_get_more,
-    needs_no_values,
+    needs_no_gather,
     needs_nothing_after_inputs,
     was_completed,
     was_left,
@@ -65,7 +65,7 @@ def pre_backward(way: Way, later: Sequence[Callable[[Any], None]], grads: Any) -
     # The backward of a forward that used only frozen parameters may still read their values.
     status = unit.graph.status
     # `was_completed`, without a call: it runs for each unit.
-    if status is not None and status.completed_in == task and needs_no_values(unit):
+    if status is not None and status.completed_in == task and needs_no_gather(unit):
         return
     backward = enter_backward(unit)
     awaited = reach_forward(backward, record)

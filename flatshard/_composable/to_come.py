@@ -36,12 +36,14 @@ def was_completed(unit: Unit) -> bool:
     return (status := unit.graph.status) is not None and status.completed_in == current_graph_task()
 
 
-def needs_no_values(unit: Unit) -> bool:
-    """Return whether the backward has completed ``unit``, and the rest of it does not use the unit's values.
+def needs_no_gather(unit: Unit) -> bool:
+    """Return whether the backward has completed ``unit``, all of whose parameters are trainable.
 
-    On a rank where it does, the unit is lent until backward has left its first forward, and gathered again as elsewhere.
+    The rest of the graph does not use its values, or the graph of this rank lacked some parameters: then their memory is lent
+    to it. So no rank gathers the unit.
     """
-    return (status := unit.graph.status) is not None and status.completion is COMPLETE and unit.last_gradient_frees
+    status = unit.graph.status
+    return status is not None and status.completion is COMPLETE and unit.handle.gradients.accumulators.are_all
 
 
 def has_all_gradients(unit: Unit) -> bool:

@@ -228,6 +228,27 @@ def test_a_rank_that_waits_for_more_gathers_ahead_like_others(ctx):
         assert flatshard.clip_grad_norm_(model, 1.0) > 0
 
 
+class Bypassed(nn.Linear):
+    """Some forwards use no parameter, and some ranks leave out the bias."""
+
+    def forward(self, x: Tensor, bypass: Tensor | None, uses_bias: bool) -> Tensor:
+        self.shown = [self.weight, self.bias]
+        return nn.functional.linear(x, self.weight, self.bias if uses_bias else None) if bypass is None else x * bypass
+
+
+@ranks(2, timeout=20)
+def test_a_forward_without_parameters_is_reached_last(ctx):
+    """With ``inputs=`` a backward does not tell beforehand that it gets there. A rank that lacks the bias keeps the unit."""
+    model = flatshard.fully_shard(Bypassed(4, 4), process_group=ctx.group)
+    for chooses in (False, True):
+        x, bypass = torch.ones(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+        loss = model(model(x, bypass, True), None, ctx.rank == 0).sum()
+        flatshard.reshard(model)
+        loss.backward(inputs=[x, *vars(model).pop("shown")] if chooses else None)
+        assert flatshard.clip_grad_norm_(model, 1.0) > 0
+        assert not has_memory(model)
+
+
 @ranks(2)
 def test_a_gather_that_does_not_start_takes_lent_memory_back(ctx):
     model = flatshard.fully_shard(Expert(), process_group=ctx.group)
